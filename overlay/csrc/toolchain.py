@@ -1,0 +1,212 @@
+"""The CUDA toolchain out of locked PyPI wheels: no toolkit, no driver and no root needed. Standard library only.
+
+A toolchain folder holds one tree per machine (``x86_64/nvidia/cu13``, ``aarch64/nvidia/cu13``) and, on request, torch's
+stable-ABI headers (``torch/include``). The build machine's tree has the compiler; the other one only what the host side
+of a cross build includes and links. The lock (``locks/cuda-13.0-toolchain.json``) names every wheel with its sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+MACHINES = ("x86_64", "aarch64")
+STAMP = "toolchain.json"
+
+
+class ToolchainError(Exception):
+    """A toolchain that cannot be had; the text says what, why and the way out."""
+
+
+def build_machine() -> str:
+    """This machine in the words of the lock. Raises ToolchainError where NVIDIA has no compiler wheels for it."""
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    if machine not in MACHINES or sys.platform != "linux":
+        raise ToolchainError(f"nvcc's wheels exist for Linux on {' and '.join(MACHINES)}, not for {sys.platform} {machine}")
+    return machine
+
+
+def default_cache() -> Path:
+    """Where toolchains and objects are kept: ``$XDG_CACHE_HOME/exl3kit`` or ``~/.cache/exl3kit``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exl3kit"
+
+
+def read_lock(lock: Path) -> dict[str, Any]:
+    """The lock's JSON. Raises ToolchainError if it is not a schema 1 toolchain lock."""
+    try:
+        content: dict[str, Any] = json.loads(lock.read_text())
+    except (OSError, ValueError) as error:
+        raise ToolchainError(f"{lock}: not a readable toolchain lock ({error})") from error
+    if content.get("lock") != 1 or "wheels" not in content:
+        raise ToolchainError(f"{lock}: not a toolchain lock of schema 1")
+    return content
+
+
+def wanted(lock: dict[str, Any], machine: str, *, building: bool) -> list[dict[str, str]]:
+    """The lock's wheels for ``machine``: with the compiler and the readers of binaries if ``building`` happens there."""
+    roles = ("build", "host", "inspect") if building else ("host",)
+    return [wheel for wheel in lock["wheels"] if wheel["machine"] == machine and wheel["role"] in roles]
+
+
+def install(
+    lock_file: Path,
+    into: Path,
+    hosts: list[str],
+    *,
+    wheels: Path | None = None,
+    torch_headers: bool = False,
+    inspect_only: bool = False,
+) -> Path:
+    """Lay the toolchain out under ``into`` and return that folder; a tree whose stamp matches is left alone.
+
+    Parameters
+    ----------
+    lock_file: the toolchain lock.
+    into: folder to fill; other versions of a tree in it are replaced.
+    hosts: machines that libraries will be linked for, of ``MACHINES``.
+    wheels: folder with the wheels; without it, or for a wheel that it lacks, pip downloads from its configured index.
+    torch_headers: also lay out torch's stable-ABI headers.
+    inspect_only: only the readers (cuobjdump, nvdisasm) for this machine.
+
+    Raises ToolchainError if a wheel cannot be had or is not the locked one.
+    """
+    lock = read_lock(lock_file)
+    here = build_machine()
+    into.mkdir(parents=True, exist_ok=True)
+    if inspect_only:
+        readers = [wheel for wheel in wanted(lock, here, building=True) if wheel["role"] == "inspect"]
+        _lay_out(readers, into / f"inspect-{here}", wheels)
+        return into
+    for machine in sorted({here, *hosts}):
+        _lay_out(wanted(lock, machine, building=machine == here), into / machine, wheels)
+    if torch_headers:
+        _lay_out_torch(lock["torch_headers"], into / "torch", wheels)
+    return into
+
+
+def _lay_out(wheels: list[dict[str, str]], tree: Path, folder: Path | None) -> None:
+    stamp = json.dumps(sorted(wheels, key=lambda wheel: wheel["filename"]), indent=1)
+    if _stamped(tree, stamp):
+        return
+    with _replacing(tree) as fresh, tempfile.TemporaryDirectory() as downloads:
+        for wheel in wheels:
+            unpack(_fetch(wheel, folder, Path(downloads)), fresh)
+        (fresh / STAMP).write_text(stamp)
+
+
+def _stamped(tree: Path, stamp: str) -> bool:
+    return (tree / STAMP).is_file() and (tree / STAMP).read_text() == stamp
+
+
+class _replacing:
+    """A fresh folder that takes ``tree``'s place when the block ends well; two builds at once each see a whole tree."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+
+    def __enter__(self) -> Path:
+        self.fresh = Path(tempfile.mkdtemp(dir=self.tree.parent, prefix=f".{self.tree.name}-"))
+        self.fresh.chmod(0o755)
+        return self.fresh
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            old = Path(tempfile.mkdtemp(dir=self.tree.parent, prefix=f".{self.tree.name}-old-"))
+            if self.tree.exists():
+                self.tree.rename(old / "tree")
+            self.fresh.rename(self.tree)
+            shutil.rmtree(old)
+        else:
+            shutil.rmtree(self.fresh)
+
+
+def _fetch(wheel: dict[str, str], folder: Path | None, downloads: Path) -> Path:
+    """The file of ``wheel``: from ``folder`` if it lies there, else by pip; its sha256 is the locked one."""
+    local = folder / wheel["filename"] if folder else None
+    if local and local.is_file():
+        file = local
+    else:
+        _pip_download(f"{wheel['name']}=={wheel['version']} --hash=sha256:{wheel['sha256']}", wheel["filename"], downloads)
+        file = downloads / wheel["filename"]
+    found = sha256(file) if file.is_file() else "absent"
+    if found != wheel["sha256"]:
+        raise ToolchainError(f"{file.name}: sha256 is {found}, the lock says {wheel['sha256']}; refusing to run it")
+    return file
+
+
+def _pip_download(requirement: str, filename: str, downloads: Path) -> None:
+    tags = filename.removesuffix(".whl").split("-")[-1].split(".")
+    listing = downloads / "requirement.txt"
+    listing.write_text(requirement + "\n")
+    platforms = [word for tag in tags for word in ("--platform", tag)]
+    argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", *platforms]
+    done = subprocess.run([*argv, "-d", downloads, "-r", listing], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ToolchainError(f"pip cannot fetch {requirement.split()[0]}: {last}; next: put {filename} into a folder, pass --wheels")
+
+
+def pip() -> list[str]:
+    """argv of a pip: this interpreter's, one on PATH, or uv's. Raises ToolchainError if there is none."""
+    probe = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
+    if probe.returncode == 0:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip3", "pip"):
+        if shutil.which(name):
+            return [name]
+    if shutil.which("uv"):
+        return ["uv", "tool", "run", "pip"]
+    raise ToolchainError("no pip and no uv on this machine; next: apt-get install python3-pip")
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file of any size."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def unpack(wheel: Path, tree: Path, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Extract ``wheel``'s members under ``prefixes`` into ``tree``; keeps the executable bits, which nvcc needs."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            if member.filename.startswith(prefixes) and not member.is_dir():
+                written = Path(archive.extract(member, tree))
+                written.chmod(0o755 if (member.external_attr >> 16) & 0o111 else 0o644)
+
+
+def _lay_out_torch(headers: dict[str, Any], tree: Path, folder: Path | None) -> None:
+    """The stable-ABI headers: the same bytes in every wheel of one torch version, so any wheel will do; the tree is hashed."""
+    stamp = json.dumps(headers, indent=1)
+    if _stamped(tree, stamp):
+        return
+    with _replacing(tree) as fresh, tempfile.TemporaryDirectory() as downloads:
+        found = sorted(folder.glob(f"torch-{headers['version']}[+-]*.whl")) if folder else []
+        if not found:
+            argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "-d", downloads]
+            done = subprocess.run([*argv, f"torch=={headers['version']}"], capture_output=True, text=True, check=False)
+            found = sorted(Path(downloads).glob("torch-*.whl"))
+            if done.returncode or not found:
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise ToolchainError(f"pip cannot fetch torch=={headers['version']} for its headers: {last}")
+        unpack(found[0], fresh, tuple(f"torch/include/{prefix}" for prefix in headers["prefixes"]))
+        (fresh / "torch/include").rename(fresh / "include")
+        (fresh / "torch").rmdir()
+        if (got := tree_hash(fresh / "include")) != headers["sha256"]:
+            raise ToolchainError(f"torch {headers['version']}: headers hash to {got}, the lock says {headers['sha256']}")
+        (fresh / STAMP).write_text(stamp)
+
+
+def tree_hash(folder: Path) -> str:
+    """sha256 over relative path and content of every file below ``folder``."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    lines = [f"{sha256(file)}  {file.relative_to(folder).as_posix()}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
