@@ -1,0 +1,79 @@
+"""What is wrong with a recipe and where: faults with file, line and column, and the one error that carries them all."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from exl3kit.errors import KitError
+
+Key = str | int
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a value was written: a file (line and column count from 1), or an argument such as `--set` (line 0)."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        if self.line:
+            return f"{self.source}:{self.line}:{self.column}"
+        return f"{self.source}:{self.column}" if self.column else self.source
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with the data: the keys that lead to it, a sentence, and how to put it right."""
+
+    path: tuple[Key, ...]
+    what: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class LocatedFault:
+    """A fault and the place that an editor can jump to."""
+
+    place: Place
+    what: str
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}" + (f" ({self.hint})" if self.hint else "")
+
+    def as_json(self) -> dict[str, object]:
+        fields = {
+            "where": str(self.place),
+            "file": self.place.source,
+            "line": self.place.line or None,
+            "column": self.place.column or None,
+            "what": self.what,
+            "next": self.hint,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class RecipeError(KitError):
+    """A recipe that is refused, with every fault that was found in it, sorted by place."""
+
+    def __init__(self, faults: Sequence[LocatedFault]) -> None:
+        self.faults = sorted(set(faults), key=lambda fault: (fault.place, fault.what))
+        first = self.faults[0]
+        super().__init__(first.what, where=str(first.place), next_step=first.hint)
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+    def as_json(self) -> dict[str, object]:
+        return {**super().as_json(), "faults": [fault.as_json() for fault in self.faults]}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to `word`, or None when none is near."""
+    folded = {candidate.casefold(): candidate for candidate in known}
+    near = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
+    return folded[near[0]] if near else None

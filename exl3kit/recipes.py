@@ -1,0 +1,175 @@
+"""Finding, reading, extending and overriding recipes; every fault comes back with file, line and column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from exl3kit import recipe_faults, yaml_source
+from exl3kit.errors import KitError
+from exl3kit.faults import LocatedFault, Place, RecipeError, did_you_mean
+from exl3kit.recipe import Recipe
+from exl3kit.yaml_source import Entry, Fields, Node, Scalar
+
+SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+MAX_CHAIN = 8  # files in a chain of extends; a longer one is a mistake or a loop
+OWN_KEYS = ("recipe", "name", "purpose")  # what a file says of itself is never inherited
+PATHS = (("model", "path"), ("serve", "api_key_file"))  # relative to the file that names them
+
+
+@dataclass(frozen=True)
+class Effective:
+    """A recipe after `extends` and `--set`: the model, the tree that knows each value's place, and the files, base first."""
+
+    recipe: Recipe
+    tree: Node
+    files: tuple[Path, ...]
+
+
+def shipped() -> list[Path]:
+    """The recipes that come with the kit, by name."""
+    return sorted(SHIPPED.glob("*.yaml"))
+
+
+def load(ref: str, sets: Sequence[str] = ()) -> Recipe:
+    """The recipe `ref` (a shipped name or a path) with `--set` overrides; RecipeError names every fault."""
+    return load_effective(ref, sets).recipe
+
+
+def load_effective(ref: str, sets: Sequence[str] = ()) -> Effective:
+    """As `load`, with the place of each value."""
+    path = locate(ref)
+    tree, files, faults = _read_chain(path)
+    for text in sets:
+        override, more = _read_override(text)
+        faults += more
+        tree = yaml_source.merge(tree, override)
+    try:
+        recipe = Recipe.model_validate(yaml_source.plain(tree))
+    except ValidationError as error:
+        raise RecipeError([*faults, *recipe_faults.translate(error, tree)]) from None
+    if faults:
+        raise RecipeError(faults)
+    return Effective(recipe, tree, files)
+
+
+def locate(ref: str) -> Path:
+    """The file of a reference: anything with a slash or a .yaml ending is a path, a bare word a shipped recipe."""
+    path = _named(ref, Path())
+    if isinstance(path, str):
+        raise KitError(path, where=ref, next_step=_nearest(ref))
+    return path
+
+
+def display(path: Path) -> str:
+    """A path as a reader would type it: relative to the working directory when below it."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def _nearest(ref: str) -> str:
+    names = [path.stem for path in shipped()]
+    near = did_you_mean(Path(ref).stem, names)
+    return f"did you mean {near}?" if near else f"shipped recipes: {', '.join(names)}; a path needs a slash or .yaml"
+
+
+def _named(ref: str, directory: Path) -> Path | str:
+    """The file that `ref` names from `directory`, or a sentence why there is none."""
+    if "\0" in ref or not ref.strip():
+        return "expected the name of a recipe or a path"
+    if "/" in ref or ref.endswith((".yaml", ".yml")):
+        return directory / Path(ref).expanduser()
+    path = SHIPPED / f"{ref}.yaml"
+    return path if path.is_file() else f"no shipped recipe is called {ref!r}"
+
+
+def _read_file(path: Path) -> tuple[Fields, list[LocatedFault]]:
+    source = display(path)
+    here = Place(source, 1, 1)
+    try:
+        if path.is_dir():
+            raise KitError("expected a recipe, found a directory", where=source, next_step="name a .yaml file in it")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise KitError("there is no such recipe", where=source, next_step=_nearest(str(path))) from None
+    except OSError as error:
+        raise KitError("the recipe cannot be read", where=source, why=error.strerror or str(error)) from None
+    tree, faults = yaml_source.read(yaml_source.decode(data, source), source)
+    if tree is None or (isinstance(tree, Scalar) and tree.value is None):
+        raise RecipeError([*faults, LocatedFault(here, "the recipe is empty", "`kit recipe show demo` prints a whole one")])
+    if not isinstance(tree, Fields):
+        what = f"expected a mapping (key: value), found {recipe_faults.describe(tree)}"
+        raise RecipeError([*faults, LocatedFault(tree.place, what)])
+    return _absolute_paths(tree, path.parent), faults
+
+
+def _absolute_paths(tree: Fields, directory: Path) -> Fields:
+    for keys in PATHS:
+        section = tree.entries.get(keys[0])
+        if section is None or not isinstance(section.node, Fields):
+            continue
+        entry = section.node.entries.get(keys[1])
+        if entry is None or not isinstance(entry.node, Scalar) or not isinstance(entry.node.value, str):
+            continue
+        if not entry.node.value.strip() or "\0" in entry.node.value:
+            continue  # the model refuses it
+        absolute = str((directory / Path(entry.node.value).expanduser()).resolve())
+        fields = {**section.node.entries, keys[1]: replace(entry, node=replace(entry.node, value=absolute))}
+        tree = replace(tree, entries={**tree.entries, keys[0]: replace(section, node=replace(section.node, entries=fields))})
+    return tree
+
+
+def _read_chain(path: Path, below: tuple[Path, ...] = ()) -> tuple[Node, tuple[Path, ...], list[LocatedFault]]:
+    """A file's tree on top of all that it extends; `below` are the files that led here."""
+    tree, faults = _read_file(path)
+    entry = tree.entries.get("extends")
+    if entry is None:
+        return tree, (path,), faults
+    base = _base_of(entry.node, path, (*below, path.resolve()))
+    inherited, files, more = _read_chain(base, (*below, path.resolve()))
+    assert isinstance(inherited, Fields)
+    passed_on = {key: value for key, value in inherited.entries.items() if key not in OWN_KEYS}
+    own = {key: value for key, value in tree.entries.items() if key != "extends"}
+    merged = yaml_source.merge(replace(inherited, entries=passed_on), replace(tree, entries=own))
+    return merged, (*files, path), [*faults, *more]
+
+
+def _base_of(node: Node, path: Path, chain: tuple[Path, ...]) -> Path:
+    if not isinstance(node, Scalar) or not isinstance(node.value, str):
+        what = f"extends: expected the name of a recipe or a path, found {recipe_faults.describe(node)}"
+        raise RecipeError([LocatedFault(node.place, what)])
+    base = _named(node.value, path.parent)
+    if isinstance(base, str):
+        raise RecipeError([LocatedFault(node.place, f"extends: {base}", _nearest(node.value))])
+    if not base.is_file():
+        raise RecipeError([LocatedFault(node.place, f"extends: there is no file {display(base)}", _nearest(node.value))])
+    if base.resolve() in chain:
+        loop = " -> ".join(display(file) for file in (*chain[chain.index(base.resolve()) :], base))
+        raise RecipeError([LocatedFault(node.place, f"extends: the recipe extends itself, {loop}", "remove one extends")])
+    if len(chain) >= MAX_CHAIN:
+        raise RecipeError([LocatedFault(node.place, f"extends: more than {MAX_CHAIN} recipes build on each other")])
+    return base
+
+
+def _read_override(text: str) -> tuple[Node, list[LocatedFault]]:
+    """`a.b=value` as a tree of one value; places count columns in `text`."""
+    source = f"--set {text}"
+    keys, equals, written = text.partition("=")
+    names = keys.split(".")
+    if not equals or not all(names):
+        what = "expected KEY.KEY=VALUE"
+        raise RecipeError([LocatedFault(Place(source, 0, 1), what, "for example --set serve.port=9000")])
+    if names == ["extends"]:
+        raise RecipeError([LocatedFault(Place(source, 0, 1), "extends belongs in a file", "name another recipe instead")])
+    node, faults = yaml_source.read_inline(written, source, len(keys) + 1)
+    column = len(keys) + 1
+    for name in reversed(names):
+        column -= len(name) + 1
+        node = Fields({name: Entry(Place(source, 0, column + 1), node)}, Place(source, 0, column + 1))
+    assert isinstance(node, Fields)
+    return _absolute_paths(node, Path.cwd()), faults
