@@ -1,0 +1,172 @@
+"""The quantisation "exl3" as vLLM sees it: which layers are trellis matrices, and which method serves each."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from exl3_vllm import dense_ops, receipt  # noqa: F401  (dense_ops registers the operators)
+from exl3_vllm.errors import CheckpointError, LayoutError
+from exl3_vllm.format import Checkpoint
+from exl3_vllm.linear import Exl3LinearMethod
+from exl3_vllm.loading import ModelLoading
+from exl3_vllm.moe import Exl3MoEMethod, experts_of
+from exl3_vllm.names import ModuleNames
+
+logger = init_logger("vllm.exl3")
+
+RECEIPT_DIR = "EXL3_RECEIPT_DIR"
+
+
+def checkpoint_directory(model: str, revision: str | None) -> Path:
+    """The directory of a model given as a path or as a repository on the hub (fetched into the hub's own cache)."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+
+
+@register_quantization_config("exl3")
+class Exl3Config(QuantizationConfig):
+    """EXL3, decided per tensor. `config.json` contributes nothing but its remark on demo models."""
+
+    def __init__(self, demo: str | None) -> None:
+        super().__init__()
+        self.demo = demo
+        self.names: ModuleNames | None = None
+        self.loading: ModelLoading | None = None
+
+    def get_name(self) -> str:
+        return "exl3"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return ["quantization_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Exl3Config:
+        return cls(config.get("demo"))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Take a checkpoint whose tensors are EXL3 whatever its config.json calls them ("modelopt" has been seen)."""
+        directory = Path(getattr(hf_config, "_name_or_path", "") or "")
+        if hf_quant_cfg.get("quant_method") == "exl3" or not directory.name or not directory.is_dir():
+            return None
+        try:
+            found = bool(Checkpoint.open(directory).matrices)
+        except CheckpointError:
+            return None
+        return "exl3" if found else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Read the headers of all shards.
+
+        Raises
+        ------
+        CheckpointError: damaged files, or none of their tensors is a trellis.
+        """
+        checkpoint = Checkpoint.open(checkpoint_directory(model_name, revision))
+        if not checkpoint.matrices:
+            next_step = "Serve it without the exl3 quantisation"
+            raise CheckpointError(str(checkpoint.directory), "holds no trellis tensor", next_step)
+        plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
+        self.names = ModuleNames(checkpoint.matrices, plain)
+        self.loading = ModelLoading(checkpoint, on_complete=self._report)
+        layers = getattr(getattr(hf_config, "text_config", None) or hf_config, "num_hidden_layers", None)
+        self.loading.ignored_layers = partial(_not_ours, layers)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        if self.names is not None:
+            self.names.rename(hf_to_vllm_mapper.map_name)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of one layer, decided by which tensors the checkpoint holds for it.
+
+        Raises
+        ------
+        LayoutError: the checkpoint holds nothing, or a mixture, for the layer.
+        """
+        if isinstance(layer, RoutedExperts):
+            return self._experts(layer, prefix)
+        if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
+            return None
+        matrices, plain = self._names().matrices_of(prefix, self.packed_modules_mapping)
+        if matrices and plain:
+            what = f"fuses the trellis matrix {matrices[0]} with the plain weight {plain[0]}"
+            raise LayoutError(f"layer {prefix}", what, "Convert the model so that both are stored alike")
+        if matrices and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            raise LayoutError(f"layer {prefix}", "is an embedding stored as a trellis", "Store embeddings as fp16")
+        if not matrices:
+            return self._unquantised(layer, prefix, plain)
+        loading = self._loading()
+        found = [loading.checkpoint.matrices[name] for name in matrices]
+        loading.announce(prefix, found)
+        return Exl3LinearMethod(prefix, found, loading)
+
+    def _unquantised(self, layer: torch.nn.Module, prefix: str, plain: list[str]) -> QuantizeMethodBase | None:
+        if not isinstance(layer, LinearBase):
+            return None
+        if not plain:
+            what = "is in the model, and the checkpoint holds neither a trellis nor a weight for it"
+            raise LayoutError(f"layer {prefix}", what, "Check that config.json belongs to this checkpoint")
+        return UnquantizedLinearMethod()
+
+    def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
+        matrices = experts_of(layer, prefix, self._names(), self._loading().checkpoint)
+        if not matrices:
+            return None
+        self._loading().announce(prefix, matrices.values())
+        return Exl3MoEMethod(prefix, layer, matrices, self._loading())
+
+    def _names(self) -> ModuleNames:
+        assert self.names is not None, "vLLM calls maybe_update_config before it builds the model"
+        return self.names
+
+    def _loading(self) -> ModelLoading:
+        assert self.loading is not None, "vLLM calls maybe_update_config before it builds the model"
+        return self.loading
+
+    def _report(self) -> None:
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        report = receipt.load_report(self._loading(), rank, size, "cpu", self.demo)
+        logger.info(
+            "EXL3 rank %d of %d: %d trellis matrices in %d layers, %d bytes here, rates %s, codebooks %s",
+            *(rank, size, report["trellis_tensors"], report["layers"], report["trellis_bytes"]),
+            *(report["rates"], report["codebooks"]),
+        )
+        directory = os.environ.get(RECEIPT_DIR)
+        if directory:
+            receipt.write_report(report, Path(directory))
+
+
+def _not_ours(layers: int | None, layer: int) -> bool:
+    """Whether this rank leaves out the numbered layer: a draft layer past the model's own, or another stage's."""
+    if layers is None:
+        return False
+    from vllm.distributed.utils import get_pp_indices
+
+    stage = get_pp_group()
+    first, last = get_pp_indices(layers, stage.rank_in_group, stage.world_size)
+    return not first <= layer < last

@@ -1,0 +1,175 @@
+"""EXL3 for vLLM's linear layers and the output head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from exl3_vllm.cut import Cut, check_columns, check_rows
+from exl3_vllm.errors import CompletenessError, LayoutError
+from exl3_vllm.format import TrellisMatrix
+from exl3_vllm.loading import ModelLoading
+from exl3_vllm.parts import MatrixPart
+
+ShardId = str | int | tuple[int, ...] | None
+
+DTYPES = {"I16": torch.int16, "F16": torch.float16, "I32": torch.int32}
+
+QKV = {"q": 0, "k": 1, "v": 2}
+
+
+def output_ranges(layer: torch.nn.Module) -> list[tuple[int, int, int]]:
+    """(features, begin, end) of every output section of a layer: its whole width and this rank's range of it."""
+    if isinstance(layer, QKVParallelLinear):
+        heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
+        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+        sections = [(heads * layer.head_size, layer.num_heads * layer.head_size, layer.tp_rank)]
+        for size in (layer.head_size, layer.v_head_size):
+            sections.append((kv_heads * size, layer.num_kv_heads * size, kv_rank))
+        return [(features, rank * width, (rank + 1) * width) for features, width, rank in sections]
+    if isinstance(layer, ParallelLMHead):
+        indices = layer.shard_indices
+        return [(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index)]
+    rank, size = (layer.tp_rank, layer.tp_size) if isinstance(layer, ColumnParallelLinear) else (0, 1)
+    sizes = layer.output_sizes if isinstance(layer, MergedColumnParallelLinear) else [layer.output_size]
+    return [(full, rank * (full // size), (rank + 1) * (full // size)) for full in sizes]
+
+
+def input_range(layer: torch.nn.Module) -> tuple[int, int, int]:
+    """(features, begin, end) of the inputs: the whole width and this rank's range of it."""
+    features = layer.input_size
+    if not isinstance(layer, RowParallelLinear):
+        return features, 0, features
+    width = features // layer.tp_size
+    return features, layer.tp_rank * width, (layer.tp_rank + 1) * width
+
+
+def cuts_of(layer: torch.nn.Module, matrix: TrellisMatrix, sections: Sequence[int]) -> list[Cut]:
+    """This rank's cuts of a stored matrix that holds the given output sections of the layer side by side.
+
+    Raises
+    ------
+    LayoutError: sizes that do not fit the model, or a row cut inside a block of 128.
+    """
+    features, begin, end = input_range(layer)
+    rows = check_rows(matrix, begin, end, features)
+    ranges = output_ranges(layer)
+    total = sum(ranges[section][0] for section in sections)
+    cuts, offset = [], 0
+    for section in sections:
+        width, first, last = ranges[section]
+        cuts.append(Cut(*rows, *check_columns(matrix, offset + first, offset + last, total)))
+        offset += width
+    return cuts
+
+
+class Exl3LinearMethod(LinearMethodBase):
+    """Loads the matrices of one layer, each with its own scales, rate and codebook, and computes with them.
+
+    Parameters
+    ----------
+    prefix: the layer's name in vLLM's model.
+    matrices: the stored matrices that make up the layer, in the order of its output sections.
+    loading: the account that this layer reports to.
+    """
+
+    def __init__(self, prefix: str, matrices: Sequence[TrellisMatrix], loading: ModelLoading) -> None:
+        self.prefix = prefix
+        self.matrices = matrices
+        self.loading = loading
+        self.parts: list[MatrixPart] = []
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Plan the cuts, and register one empty placeholder per kind of stored tensor for vLLM's loader to find."""
+        count = len(output_ranges(layer))
+        groups = [[number] for number in range(count)] if len(self.matrices) == count else self._spans(count)
+        for matrix, sections in zip(self.matrices, groups, strict=True):
+            self.parts.append(MatrixPart(matrix, cuts_of(layer, matrix, sections)))
+        self.groups = groups
+        self.dtype = params_dtype
+        self.inputs = input_size_per_partition
+        self.outputs = sum(output_partition_sizes)
+        for kind in sorted({kind for matrix in self.matrices for kind in matrix.tensors if kind != "bias"}):
+            dtype = next(DTYPES[matrix.tensors[kind].dtype] for matrix in self.matrices if kind in matrix.tensors)
+            placeholder = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+            placeholder.weight_loader = partial(self._load, layer, kind)
+            layer.register_parameter(kind, placeholder)
+
+    def _spans(self, count: int) -> list[list[int]]:
+        """Sections per matrix when matrices and sections differ in number: one matrix for all, or a leading span."""
+        if len(self.matrices) == 1:
+            return [list(range(count))]
+        if len(self.matrices) < count:
+            span = count - len(self.matrices) + 1
+            return [list(range(span)), *([number] for number in range(span, count))]
+        what = f"has {count} outputs side by side, the checkpoint holds {len(self.matrices)} matrices for it"
+        raise LayoutError(f"layer {self.prefix}", what, "Check that config.json belongs to this checkpoint")
+
+    def _part(self, shard: ShardId) -> MatrixPart:
+        """The part that vLLM's shard id means: "q", a number, a span of numbers, or None for all."""
+        if shard is None:
+            wanted = list(range(sum(len(group) for group in self.groups)))
+        elif isinstance(shard, tuple):
+            wanted = list(shard)
+        else:
+            wanted = [QKV[shard] if isinstance(shard, str) else shard]
+        if wanted not in self.groups:
+            what = f"vLLM loads its shard {shard!r}, the checkpoint's matrices are {[m.name for m in self.matrices]}"
+            raise LayoutError(f"layer {self.prefix}", what, "Report this architecture: its fusion is not known yet")
+        return self.parts[self.groups.index(wanted)]
+
+    def _load(
+        self, layer: torch.nn.Module, kind: str, param: Parameter, tensor: torch.Tensor, shard: ShardId = None
+    ) -> None:
+        self._part(shard).load(kind, tensor, param.device)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Check that everything came, decode it, and let the stored tensors go.
+
+        Raises
+        ------
+        CompletenessError: a stored tensor never came, or a stored bias has no place in the layer.
+        """
+        if not self.parts:
+            return
+        for part in self.parts:
+            part.check_complete()
+            if part.matrix.has_bias and getattr(layer, "bias", None) is None:
+                what = "is in the checkpoint, and the model's layer has no bias"
+                next_step = "Check that config.json belongs to this checkpoint"
+                raise CompletenessError(f"tensor {part.matrix.name}.bias", what, next_step)
+        for kind in ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1"):
+            if hasattr(layer, kind):
+                delattr(layer, kind)
+        layer.weight = Parameter(self._decoded(), requires_grad=False)
+        self.loading.filled(self.prefix, sum(part.trellis_bytes for part in self.parts))
+        self.parts = []
+
+    def _decoded(self) -> torch.Tensor:
+        """[outputs, inputs] of this rank; rows of a padded vocabulary are zero."""
+        weight = torch.cat([part.decoded(self.inputs, self.dtype) for part in self.parts])
+        return torch.nn.functional.pad(weight, (0, 0, 0, self.outputs - weight.shape[0]))
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.exl3.dense_linear(x, layer.weight, bias)
