@@ -1,0 +1,101 @@
+"""Names, addresses and folders of a rig. Pure data: nothing here touches the machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PREFIX = "exl3rig"  # of every namespace, interface and control group that a rig makes; `down` finds them by it
+BRIDGE = f"{PREFIX}0"
+NETWORK = "10.77.0.0/24"
+GATEWAY = "10.77.0.254"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of the rig; `index` counts from 1 and is the last byte of its address."""
+
+    name: str
+    index: int
+
+    @property
+    def address(self) -> str:
+        return f"10.77.0.{self.index}"
+
+    @property
+    def namespace(self) -> str:
+        return f"{PREFIX}-{self.name}"
+
+    @property
+    def veth(self) -> str:
+        """The bridge's end of the node's network cable; the node's end is called eth0."""
+        return f"{PREFIX}{self.index}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `up` was asked for. Two rigs with equal options are the same rig."""
+
+    nodes: tuple[str, ...]
+    release: str
+    engine: bool
+    nat: bool
+    data_mb: int | None
+    binds: tuple[str, ...]
+    disk_dir: str
+
+    def node_list(self) -> list[Node]:
+        return [Node(name, index) for index, name in enumerate(self.nodes, start=1)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Options:
+        return cls(**{**data, "nodes": tuple(data["nodes"]), "binds": tuple(data["binds"])})
+
+    def differences(self, other: Options) -> list[str]:
+        """`name: this != that` for every option in which two rigs differ."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return [f"{name}: {mine!r}, asked for {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
+
+
+def default_state_dir() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/run") / "exl3kit-rig"
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exl3kit" / "rig"
+
+
+@dataclass(frozen=True)
+class State:
+    """The folder with everything that an operator of the rig needs; gone after `down`."""
+
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "state.json"
+
+    @property
+    def ssh_config(self) -> Path:
+        return self.folder / "ssh_config"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.folder / "known_hosts"
+
+    @property
+    def identity(self) -> Path:
+        return self.folder / "id_ed25519"
+
+    @property
+    def docker_config(self) -> Path:
+        return self.folder / "docker"
+
+    @property
+    def bin(self) -> Path:
+        return self.folder / "bin"
