@@ -22,7 +22,7 @@ class Place:
     def __str__(self) -> str:
         if self.line:
             return f"{self.source}:{self.line}:{self.column}"
-        return f"{self.source}:{self.column}" if self.column else self.source
+        return f"{self.source} (column {self.column})" if self.column else self.source
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class RecipeError(KitError):
         super().__init__(first.what, where=str(first.place), next_step=first.hint)
 
     def __str__(self) -> str:
-        return "\n".join(str(fault) for fault in self.faults)
+        if len(self.faults) == 1:
+            return str(self.faults[0])
+        return "\n  ".join([f"{len(self.faults)} faults in the recipe", *map(str, self.faults)])
 
     def as_json(self) -> dict[str, object]:
         return {**super().as_json(), "faults": [fault.as_json() for fault in self.faults]}

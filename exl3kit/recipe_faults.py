@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences an operator can act on: where, what was expected, what was found, what to write instead."""
+"""From pydantic's errors to sentences: where, what was expected, what was found, what to write instead."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from exl3kit import recipe, yaml_source
 from exl3kit.faults import Fault, Key, LocatedFault, did_you_mean
+from exl3kit.recipe_rules import EXL3_FLAGS
 from exl3kit.yaml_source import Fields, Items, Node, Scalar
 
 _TYPES = {
@@ -41,12 +42,12 @@ def describe(node: Node) -> str:
         return f"the boolean {shown}"
     if isinstance(node.value, int | float):
         return f"the number {shown}"
-    return "the empty text" if node.value == "" else "the text " + ascii_safe(shown)
+    return "the empty text" if node.value == "" else "the text " + yaml_source.quoted(shown)
 
 
-def ascii_safe(text: str) -> str:
-    """Text in quotes on one line, control characters escaped."""
-    return '"' + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text) + '"'
+def dotted(path: Iterable[Key]) -> str:
+    """A path as people write it: serve.args[2]."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def translate(error: ValidationError, tree: Node) -> list[LocatedFault]:
@@ -57,7 +58,7 @@ def translate(error: ValidationError, tree: Node) -> list[LocatedFault]:
 def _located(details: Any, tree: Node) -> Iterator[LocatedFault]:
     kind, context = details["type"], details.get("ctx", {})
     path, node, key_place = _walk(tree, details["loc"])
-    name = ".".join(str(key) for key in path)
+    name = dotted(path)
     if kind == "rules":
         for fault in context["faults"]:
             yield _locate_rule(fault, path, tree)
@@ -67,16 +68,21 @@ def _located(details: Any, tree: Node) -> Iterator[LocatedFault]:
         return
     if kind == "missing":
         missing = str(details["loc"][-1])
-        whole = ".".join([*(str(key) for key in path), missing])
+        whole = dotted((*path, missing))
         yield LocatedFault(key_place or node.place, f"the key {whole} is missing", _meaning(path, missing))
         return
+    if kind == "refused":
+        yield LocatedFault(node.place, f"{name}: {context['what']}", context["hint"])
+        return
     expected, hint = _expectation(kind, context, node)
+    if path[:2] == ("serve", "env") and path[-1] in EXL3_FLAGS:
+        hint = 'write "0" or "1"'  # quoting `off` as it stands would only lead to the next fault
     yield LocatedFault(node.place, f"{name or 'recipe'}: expected {expected}, found {describe(node)}", hint)
 
 
 def _locate_rule(fault: Fault, above: tuple[Key, ...], tree: Node) -> LocatedFault:
     path, node, key_place = _walk(tree, (*above, *fault.path))
-    name = ".".join(str(key) for key in path)
+    name = dotted(path)
     place = node.place if fault.path and path == (*above, *fault.path) else key_place or node.place
     return LocatedFault(place, f"{name}: {fault.what}" if name else fault.what, fault.hint)
 
@@ -102,7 +108,7 @@ def _expectation(kind: str, context: dict[str, Any], node: Node) -> tuple[str, s
         word = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
         return next(f"{word[bound]} {context[bound]:g}" for bound in word if bound in context), None
     if kind == "expected":
-        return context["expected"], _quote_hint(node) or context["hint"]
+        return context["expected"], context["hint"]
     if kind == "string_type":
         return "text", _quote_hint(node)
     return _TYPES.get(kind, kind), None

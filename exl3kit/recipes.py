@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from exl3kit import recipe_faults, yaml_source
+from exl3kit import geometry, paths, recipe_faults, yaml_source
 from exl3kit.errors import KitError
 from exl3kit.faults import LocatedFault, Place, RecipeError, did_you_mean
 from exl3kit.recipe import Recipe
 from exl3kit.yaml_source import Entry, Fields, Node, Scalar
 
-SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 MAX_CHAIN = 8  # files in a chain of extends; a longer one is a mistake or a loop
 OWN_KEYS = ("recipe", "name", "purpose")  # what a file says of itself is never inherited
 PATHS = (("model", "path"), ("serve", "api_key_file"))  # relative to the file that names them
@@ -22,7 +22,7 @@ PATHS = (("model", "path"), ("serve", "api_key_file"))  # relative to the file t
 
 @dataclass(frozen=True)
 class Effective:
-    """A recipe after `extends` and `--set`: the model, the tree that knows each value's place, and the files, base first."""
+    """A recipe after `extends` and `--set`, the tree that knows each value's place, and the files, base first."""
 
     recipe: Recipe
     tree: Node
@@ -31,7 +31,7 @@ class Effective:
 
 def shipped() -> list[Path]:
     """The recipes that come with the kit, by name."""
-    return sorted(SHIPPED.glob("*.yaml"))
+    return sorted(paths.RECIPES.glob("*.yaml"), key=lambda path: path.stem)
 
 
 def load(ref: str, sets: Sequence[str] = ()) -> Recipe:
@@ -51,9 +51,30 @@ def load_effective(ref: str, sets: Sequence[str] = ()) -> Effective:
         recipe = Recipe.model_validate(yaml_source.plain(tree))
     except ValidationError as error:
         raise RecipeError([*faults, *recipe_faults.translate(error, tree)]) from None
+    faults += _geometry_faults(recipe, tree)
     if faults:
         raise RecipeError(faults)
     return Effective(recipe, tree, files)
+
+
+def _geometry_faults(recipe: Recipe, tree: Node) -> list[LocatedFault]:
+    """What a local checkpoint's config.json says against the recipe; nothing when it is not here (yet)."""
+    directory = recipe.model.path
+    if directory is None or not (directory / "config.json").is_file():
+        return []
+    path = yaml_source.find(tree, ("model", "path")) or tree
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        return [LocatedFault(path.place, f"model.path: its config.json cannot be read: {error}")]
+    if not isinstance(config, dict):
+        return [LocatedFault(path.place, "model.path: expected its config.json to hold a JSON object")]
+    parallel = recipe.parallel
+    quantised = isinstance(config.get("quantization_config"), dict) and recipe.exl3.tier != "none"
+    sentences = geometry.cut_faults(config, tensor=parallel.tensor, expert=parallel.expert, exl3=quantised)
+    tensor = yaml_source.find(tree, ("parallel", "tensor")) or path
+    hint = "choose a tensor that fits; parallel.expert keeps experts whole"
+    return [LocatedFault(tensor.place, f"parallel.tensor: {sentence}", hint) for sentence in sentences]
 
 
 def locate(ref: str) -> Path:
@@ -84,7 +105,7 @@ def _named(ref: str, directory: Path) -> Path | str:
         return "expected the name of a recipe or a path"
     if "/" in ref or ref.endswith((".yaml", ".yml")):
         return directory / Path(ref).expanduser()
-    path = SHIPPED / f"{ref}.yaml"
+    path = paths.RECIPES / f"{ref}.yaml"
     return path if path.is_file() else f"no shipped recipe is called {ref!r}"
 
 
@@ -101,7 +122,9 @@ def _read_file(path: Path) -> tuple[Fields, list[LocatedFault]]:
         raise KitError("the recipe cannot be read", where=source, why=error.strerror or str(error)) from None
     tree, faults = yaml_source.read(yaml_source.decode(data, source), source)
     if tree is None or (isinstance(tree, Scalar) and tree.value is None):
-        raise RecipeError([*faults, LocatedFault(here, "the recipe is empty", "`kit recipe show demo` prints a whole one")])
+        raise RecipeError(
+            [*faults, LocatedFault(here, "the recipe is empty", "`kit recipe show demo` prints a whole one")]
+        )
     if not isinstance(tree, Fields):
         what = f"expected a mapping (key: value), found {recipe_faults.describe(tree)}"
         raise RecipeError([*faults, LocatedFault(tree.place, what)])
@@ -109,18 +132,16 @@ def _read_file(path: Path) -> tuple[Fields, list[LocatedFault]]:
 
 
 def _absolute_paths(tree: Fields, directory: Path) -> Fields:
-    for keys in PATHS:
-        section = tree.entries.get(keys[0])
-        if section is None or not isinstance(section.node, Fields):
+    """The tree with the values of `PATHS` made absolute, so that an extending file elsewhere keeps their meaning."""
+    for section, key in PATHS:
+        node = yaml_source.find(tree, (section, key))
+        if not isinstance(node, Scalar) or not isinstance(node.value, str) or not node.value.strip():
+            continue  # absent, or the model refuses it
+        try:
+            absolute = (directory / Path(node.value).expanduser()).resolve()
+        except (OSError, RuntimeError, ValueError):  # no such user in ~user, a loop of links, a NUL
             continue
-        entry = section.node.entries.get(keys[1])
-        if entry is None or not isinstance(entry.node, Scalar) or not isinstance(entry.node.value, str):
-            continue
-        if not entry.node.value.strip() or "\0" in entry.node.value:
-            continue  # the model refuses it
-        absolute = str((directory / Path(entry.node.value).expanduser()).resolve())
-        fields = {**section.node.entries, keys[1]: replace(entry, node=replace(entry.node, value=absolute))}
-        tree = replace(tree, entries={**tree.entries, keys[0]: replace(section, node=replace(section.node, entries=fields))})
+        tree = yaml_source.put(tree, (section, key), replace(node, value=str(absolute)))
     return tree
 
 
@@ -140,19 +161,23 @@ def _read_chain(path: Path, below: tuple[Path, ...] = ()) -> tuple[Node, tuple[P
 
 
 def _base_of(node: Node, path: Path, chain: tuple[Path, ...]) -> Path:
+    """The file that `extends` names; `chain` are the files from the first to the one that says it."""
+
+    def refuse(what: str, hint: str | None = None) -> RecipeError:
+        return RecipeError([LocatedFault(node.place, f"extends: {what}", hint)])
+
     if not isinstance(node, Scalar) or not isinstance(node.value, str):
-        what = f"extends: expected the name of a recipe or a path, found {recipe_faults.describe(node)}"
-        raise RecipeError([LocatedFault(node.place, what)])
+        raise refuse(f"expected the name of a recipe or a path, found {recipe_faults.describe(node)}")
     base = _named(node.value, path.parent)
     if isinstance(base, str):
-        raise RecipeError([LocatedFault(node.place, f"extends: {base}", _nearest(node.value))])
+        raise refuse(base, _nearest(node.value))
     if not base.is_file():
-        raise RecipeError([LocatedFault(node.place, f"extends: there is no file {display(base)}", _nearest(node.value))])
+        raise refuse(f"there is no file {display(base)}", _nearest(node.value))
     if base.resolve() in chain:
-        loop = " -> ".join(display(file) for file in (*chain[chain.index(base.resolve()) :], base))
-        raise RecipeError([LocatedFault(node.place, f"extends: the recipe extends itself, {loop}", "remove one extends")])
+        loop = [*chain[chain.index(base.resolve()) :], base]
+        raise refuse("the recipe extends itself: " + " -> ".join(file.name for file in loop), "remove one extends")
     if len(chain) >= MAX_CHAIN:
-        raise RecipeError([LocatedFault(node.place, f"extends: more than {MAX_CHAIN} recipes build on each other")])
+        raise refuse(f"more than {MAX_CHAIN} recipes build on each other")
     return base
 
 
@@ -165,7 +190,9 @@ def _read_override(text: str) -> tuple[Node, list[LocatedFault]]:
         what = "expected KEY.KEY=VALUE"
         raise RecipeError([LocatedFault(Place(source, 0, 1), what, "for example --set serve.port=9000")])
     if names == ["extends"]:
-        raise RecipeError([LocatedFault(Place(source, 0, 1), "extends belongs in a file", "name another recipe instead")])
+        raise RecipeError(
+            [LocatedFault(Place(source, 0, 1), "extends belongs in a file", "name another recipe instead")]
+        )
     node, faults = yaml_source.read_inline(written, source, len(keys) + 1)
     column = len(keys) + 1
     for name in reversed(names):

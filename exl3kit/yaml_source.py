@@ -1,16 +1,17 @@
 """YAML with positions: a small strict subset, read into a tree whose every key and value knows where it was written.
 
-Refused with a place: tabs in indentation, invisible characters, duplicate keys, anchors, aliases, merge keys, tags, keys that are
-not text, a second document, nesting deeper than `MAX_DEPTH`. A byte-order mark and CRLF line ends are accepted: Windows editors
-write them, they change neither the meaning nor a column, and nothing hashes the raw file.
+Refused with a place: tabs in indentation, invisible characters, duplicate keys, anchors, aliases, merge keys, tags,
+keys that are not text, a second document, nesting deeper than `MAX_DEPTH`. A byte-order mark and CRLF line ends are
+accepted: Windows editors write them, they change neither the meaning nor a column, and nothing hashes the raw file.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import yaml
 
@@ -26,7 +27,7 @@ _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
 # One spelling per whole number: 010 and 1_000 mean different numbers to different YAML readers, so they stay text.
 _INT = re.compile(r"0|-?[1-9][0-9]{0,30}")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Zs"}  # Unicode categories: control, invisible, surrogate, separators
 
 
@@ -87,6 +88,15 @@ def find(node: Node, path: tuple[Key, ...]) -> Node | None:
     return node
 
 
+def put(tree: Fields, path: tuple[str, ...], node: Node) -> Fields:
+    """The tree with the existing value under `path` replaced."""
+    entry = tree.entries[path[0]]
+    if len(path) > 1:
+        assert isinstance(entry.node, Fields)
+        node = put(entry.node, path[1:], node)
+    return replace(tree, entries={**tree.entries, path[0]: replace(entry, node=node)})
+
+
 def merge(base: Node, over: Node) -> Node:
     """`over` on top of `base`: mappings merge, everything else replaces, and null takes the inherited value back."""
     if not (isinstance(base, Fields) and isinstance(over, Fields)):
@@ -111,9 +121,22 @@ def resolve(text: str) -> Value:
         return text.casefold() in _TRUE
     if _INT.fullmatch(text):
         return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text.replace(".inf", "inf").replace(".nan", "nan")) if text[-1].isdigit() or "." in text else text
-    return text
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def visible(text: str) -> str:
+    """Text on one line in which nothing is invisible: such characters become YAML's escapes."""
+    return "".join(_escape(c) if c not in " " and unicodedata.category(c) in _FORBIDDEN else c for c in text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def quoted(text: str) -> str:
+    """Text as a double-quoted YAML scalar on one line."""
+    return '"' + visible(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def decode(data: bytes, source: str) -> str:
@@ -137,12 +160,13 @@ def decode(data: bytes, source: str) -> str:
 
 
 def _line_faults(source: str, number: int, line: str) -> list[LocatedFault]:
-    faults = []
+    faults: list[LocatedFault] = []
     line = line.removesuffix("\r")
     indent = line[: len(line) - len(line.lstrip(" \t"))]
     if "\t" in indent and indent != line:
         place = Place(source, number, indent.index("\t") + 1)
-        faults.append(LocatedFault(place, "expected spaces as indentation, found a tab", "replace each tab by two spaces"))
+        what = "expected spaces as indentation, found a tab"
+        faults.append(LocatedFault(place, what, "replace each tab by two spaces"))
     if line.isascii() and line.isprintable():
         return faults
     for column, character in enumerate(line, 1):
@@ -151,94 +175,135 @@ def _line_faults(source: str, number: int, line: str) -> list[LocatedFault]:
         code = f"U+{ord(character):04X}"
         name = unicodedata.name(character, "control character").lower()
         hint = "delete it, or write it as an escape in double quotes"
-        faults.append(LocatedFault(Place(source, number, column), f"found the invisible character {code} ({name})", hint))
+        faults.append(
+            LocatedFault(Place(source, number, column), f"found the invisible character {code} ({name})", hint)
+        )
         break
     return faults
 
 
-@dataclass
 class _Reader:
     """Builds the tree from parser events, collecting the faults that do not stop the parser."""
 
-    source: str
-    loader: yaml.SafeLoader
-    faults: list[LocatedFault] = field(default_factory=list)
+    def __init__(self, text: str, source: str) -> None:
+        self.source = source
+        self.faults: list[LocatedFault] = []
+        self.events: Iterator[Any] = iter(yaml.parse(text, Loader=yaml.SafeLoader))
+        self.ahead: Any = None  # the event that was looked at but not taken
+        self.here = Place(source, 1, 1)  # start of the latest event, for errors that come without a mark
 
-    def place(self, mark: yaml.Mark) -> Place:
+    def place(self, mark: Any) -> Place:
         return Place(self.source, mark.line + 1, mark.column + 1)
 
-    def fault(self, mark: yaml.Mark, what: str, hint: str | None = None) -> None:
-        self.faults.append(LocatedFault(self.place(mark), what, hint))
+    def fault(self, place: Place, what: str, hint: str | None = None) -> None:
+        self.faults.append(LocatedFault(place, what, hint))
 
-    def stop(self, mark: yaml.Mark, what: str, hint: str | None = None) -> RecipeError:
-        self.fault(mark, what, hint)
+    def stop(self, place: Place, what: str, hint: str | None = None) -> RecipeError:
+        self.fault(place, what, hint)
         return RecipeError(self.faults)
+
+    def peek(self) -> Any:
+        if self.ahead is None:
+            self.ahead = next(self.events)
+            self.here = self.place(self.ahead.start_mark)
+        return self.ahead
+
+    def take(self) -> Any:
+        event, self.ahead = self.peek(), None
+        return event
 
     def document(self) -> Node | None:
         """The first document's tree; None for an empty stream."""
-        self.loader.get_event()  # stream start
-        if self.loader.check_event(yaml.StreamEndEvent):
+        self.take()  # stream start
+        if isinstance(self.peek(), yaml.StreamEndEvent):
             return None
-        self.loader.get_event()  # document start
+        self.take()  # document start
         tree = self.node(0)
-        self.loader.get_event()  # document end
-        if not self.loader.check_event(yaml.StreamEndEvent):
-            self.fault(self.loader.peek_event().start_mark, "found a second document", "one recipe per file: remove the '---'")
+        self.take()  # document end
+        if not isinstance(self.peek(), yaml.StreamEndEvent):
+            self.fault(self.here, "found a second document", "one recipe per file: remove the ---")
         return tree
 
     def node(self, depth: int) -> Node:
-        event = self.loader.get_event()
+        event = self.take()
+        place = self.place(event.start_mark)
         if depth > MAX_DEPTH:
-            raise self.stop(event.start_mark, f"found more than {MAX_DEPTH} levels of nesting", "is a bracket too many here?")
+            raise self.stop(place, f"found more than {MAX_DEPTH} levels of nesting", "is there a bracket too many?")
         if isinstance(event, yaml.AliasEvent):
-            raise self.stop(event.start_mark, f"found the alias *{event.anchor}", "write the value out, or use extends:")
+            self.fault(place, f"found the alias *{event.anchor}", "write the value out, or use extends:")
+            return Scalar(None, f"*{event.anchor}", place)
         if event.anchor is not None:
-            self.fault(event.start_mark, f"found the anchor &{event.anchor}", "recipes share values through extends: only")
+            self.fault(place, f"found the anchor &{event.anchor}", "recipes share values through extends: only")
         if event.tag is not None:
-            self.fault(event.start_mark, f"found the tag {event.tag}", "remove it: the type follows from the key")
+            self.fault(place, f"found the tag {event.tag}", "remove it: the type follows from the key")
         if isinstance(event, yaml.MappingStartEvent):
-            return self.mapping(event, depth)
+            return self.mapping(place, depth)
         if isinstance(event, yaml.SequenceStartEvent):
             items = []
-            while not self.loader.check_event(yaml.SequenceEndEvent):
+            while not isinstance(self.peek(), yaml.SequenceEndEvent):
                 items.append(self.node(depth + 1))
-            self.loader.get_event()
-            return Items(tuple(items), self.place(event.start_mark))
-        value = resolve(event.value) if event.style is None else event.value
-        return Scalar(value, event.value, self.place(event.start_mark))
+            self.take()
+            return Items(tuple(items), place)
+        return self.scalar(event, place)
 
-    def mapping(self, start: yaml.MappingStartEvent, depth: int) -> Fields:
+    def scalar(self, event: Any, place: Place) -> Scalar:
+        text: str = event.value
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self.fault(place, "found half a surrogate pair, which is no character", r"write \U and eight hex digits")
+            text = text.encode(errors="replace").decode()
+        return Scalar(text if event.style else resolve(text), text, place)
+
+    def mapping(self, start: Place, depth: int) -> Fields:
         entries: dict[str, Entry] = {}
-        while not self.loader.check_event(yaml.MappingEndEvent):
-            mark = self.loader.peek_event().start_mark
-            key = self.node(depth + 1)
-            node = self.node(depth + 1)
+        while not isinstance(self.peek(), yaml.MappingEndEvent):
+            place = self.here
+            key, node = self.node(depth + 1), self.node(depth + 1)
             if not isinstance(key, Scalar) or not isinstance(key.value, str):
-                found = key.text or "nothing" if isinstance(key, Scalar) else "a mapping or list"
-                self.fault(mark, f"expected a word as key, found {found}")
+                found = (key.text or "nothing") if isinstance(key, Scalar) else "a mapping or a list"
+                self.fault(place, f"expected a word as key, found {found}")
             elif key.value == "<<":
-                self.fault(mark, "found the merge key <<", "recipes share values through extends: only")
+                self.fault(place, "found the merge key <<", "recipes share values through extends: only")
             elif key.value in entries:
                 first = entries[key.value].place
                 what = f"the key {key.value} is given twice, first at line {first.line}, column {first.column}"
-                self.fault(mark, what, "remove one of the two")
+                self.fault(place, what, "remove one of the two")
             else:
                 entries[key.value] = Entry(key.place, node)
-        self.loader.get_event()
-        return Fields(entries, self.place(start.start_mark))
+        self.take()
+        return Fields(entries, start)
+
+
+# What PyYAML's scanner and parser say, and what the writer most likely has to do.
+_HINTS = {
+    "mapping values are not allowed": "put text that holds ': ' in quotes, or check the indentation",
+    "could not find expected ':'": "each line of a mapping is 'key: value'",
+    "'\\t' that cannot": "replace the tab by a space",
+    "cannot start any token": "put the text in quotes",
+    "expected <block end>": "this line's indentation fits no line above",
+    "expected <document start>": "this line's indentation fits no line above",
+    "expected ',' or": "is a comma or a closing bracket missing?",
+    "found unexpected end of stream": "the quote that opens here is never closed",
+    "found unknown escape": "write a backslash twice, or use single quotes",
+    "did not find expected": "check the line for a stray character",
+}
 
 
 def read(text: str, source: str) -> tuple[Node | None, list[LocatedFault]]:
     """The tree of a text (None if it is empty) and its faults; RecipeError when the parser cannot go on."""
-    loader = yaml.SafeLoader(text)
-    reader = _Reader(source, loader)
+    reader = _Reader(text, source)
     try:
         return reader.document(), reader.faults
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark or loader.get_mark()
-        raise reader.stop(mark, f"not YAML: {error.problem}") from None
+        problem = error.problem or "it cannot be read"
+        # An unclosed quote and a lost line are found far below the place where they began.
+        began = "end of stream" in problem or "could not find expected ':'" in problem
+        mark = (error.context_mark if began else None) or error.problem_mark or error.context_mark
+        hint = next((hint for words, hint in _HINTS.items() if words in problem), None)
+        context = f"{error.context}, " if error.context else ""
+        place = reader.place(mark) if mark else reader.here
+        raise reader.stop(place, f"not YAML: {context}{problem}", hint) from None
     except (ValueError, OverflowError):
-        raise reader.stop(loader.get_mark(), "not YAML: found an escape that is no character") from None
+        raise reader.stop(reader.here, "not YAML: found an escape that is no character near here") from None
 
 
 def read_inline(text: str, source: str, offset: int) -> tuple[Node, list[LocatedFault]]:
