@@ -1,4 +1,4 @@
-"""Pins: all that an image needs and that must be looked up, committed as `locks/*.json`, changed by `kit lock --update`.
+"""Pins: what an image needs and must be looked up, committed as `locks/*.json`, changed only by `kit lock --update`.
 
 One file per base, vLLM version and platform. A value nobody could look up yet is `null`; reading it is fine, building
 from it is refused (`Pins.require_complete`).

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Every verb lives in the module of its noun and imports what it needs when it runs.
+"""The command line: parse, call, print. Every verb lives in the module of its noun and imports what it needs as it runs.
 
 `kit --help` must answer in under 0.3 s, so nothing heavier than typer is imported here.
 """
@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from exl3kit.cli import output
+from exl3kit.cli import build, output, recipe
 from exl3kit.errors import ExitCode, KitError
 
 app = typer.Typer(
@@ -20,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("build")(build.build)
+app.add_typer(recipe.app, name="recipe")
 
 
 def main() -> None:
