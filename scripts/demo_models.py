@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exl3_vllm.decode import inner_weight, rotate
+from exl3_vllm.export import export_dense
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from exl3_vllm.decode import inner_weight, rotate
-from exl3_vllm.export import export_dense
 
 MCG_MARKER = 0xCBAC1FED - (1 << 32)
 END, PAD = "<|end|>", "<|pad|>"
