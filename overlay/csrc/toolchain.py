@@ -31,7 +31,7 @@ def build_machine() -> str:
     """This machine in the words of the lock. Raises ToolchainError where NVIDIA has no compiler wheels for it."""
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
     if machine not in MACHINES or sys.platform != "linux":
-        raise ToolchainError(f"nvcc's wheels exist for Linux on {' and '.join(MACHINES)}, not for {sys.platform} {machine}")
+        raise ToolchainError(f"nvcc's wheels exist for Linux on x86_64 and aarch64, not for {sys.platform} {machine}")
     return machine
 
 
@@ -52,7 +52,7 @@ def read_lock(lock: Path) -> dict[str, Any]:
 
 
 def wanted(lock: dict[str, Any], machine: str, *, building: bool) -> list[dict[str, str]]:
-    """The lock's wheels for ``machine``: with the compiler and the readers of binaries if ``building`` happens there."""
+    """The lock's wheels for ``machine``: if ``building`` happens there, with compiler and readers."""
     roles = ("build", "host", "inspect") if building else ("host",)
     return [wheel for wheel in lock["wheels"] if wheel["machine"] == machine and wheel["role"] in roles]
 
@@ -64,7 +64,7 @@ def install(
     *,
     wheels: Path | None = None,
     torch_headers: bool = False,
-    inspect_only: bool = False,
+    readers_only: bool = False,
 ) -> Path:
     """Lay the toolchain out under ``into`` and return that folder; a tree whose stamp matches is left alone.
 
@@ -75,14 +75,14 @@ def install(
     hosts: machines that libraries will be linked for, of ``MACHINES``.
     wheels: folder with the wheels; without it, or for a wheel that it lacks, pip downloads from its configured index.
     torch_headers: also lay out torch's stable-ABI headers.
-    inspect_only: only the readers (cuobjdump, nvdisasm) for this machine.
+    readers_only: only the readers (cuobjdump, nvdisasm) for this machine.
 
     Raises ToolchainError if a wheel cannot be had or is not the locked one.
     """
     lock = read_lock(lock_file)
     here = build_machine()
     into.mkdir(parents=True, exist_ok=True)
-    if inspect_only:
+    if readers_only:
         readers = [wheel for wheel in wanted(lock, here, building=True) if wheel["role"] == "inspect"]
         _lay_out(readers, into / f"inspect-{here}", wheels)
         return into
@@ -135,7 +135,7 @@ def _fetch(wheel: dict[str, str], folder: Path | None, downloads: Path) -> Path:
     if local and local.is_file():
         file = local
     else:
-        _pip_download(f"{wheel['name']}=={wheel['version']} --hash=sha256:{wheel['sha256']}", wheel["filename"], downloads)
+        _pip_download(wheel, downloads)
         file = downloads / wheel["filename"]
     found = sha256(file) if file.is_file() else "absent"
     if found != wheel["sha256"]:
@@ -143,16 +143,18 @@ def _fetch(wheel: dict[str, str], folder: Path | None, downloads: Path) -> Path:
     return file
 
 
-def _pip_download(requirement: str, filename: str, downloads: Path) -> None:
-    tags = filename.removesuffix(".whl").split("-")[-1].split(".")
+def _pip_download(wheel: dict[str, str], downloads: Path) -> None:
+    tags = wheel["filename"].removesuffix(".whl").split("-")[-1].split(".")
+    requirement = f"{wheel['name']}=={wheel['version']}"
     listing = downloads / "requirement.txt"
-    listing.write_text(requirement + "\n")
+    listing.write_text(f"{requirement} --hash=sha256:{wheel['sha256']}\n")
     platforms = [word for tag in tags for word in ("--platform", tag)]
     argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", *platforms]
     done = subprocess.run([*argv, "-d", downloads, "-r", listing], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ToolchainError(f"pip cannot fetch {requirement.split()[0]}: {last}; next: put {filename} into a folder, pass --wheels")
+        remedy = f"put {wheel['filename']} into a folder and pass --wheels"
+        raise ToolchainError(f"pip cannot fetch {requirement}: {last}; next: {remedy}")
 
 
 def pip() -> list[str]:
@@ -184,7 +186,7 @@ def unpack(wheel: Path, tree: Path, prefixes: tuple[str, ...] = ("",)) -> None:
 
 
 def _lay_out_torch(headers: dict[str, Any], tree: Path, folder: Path | None) -> None:
-    """The stable-ABI headers: the same bytes in every wheel of one torch version, so any wheel will do; the tree is hashed."""
+    """The stable-ABI headers: the same bytes in every wheel of a torch version, so any will do; the tree is hashed."""
     stamp = json.dumps(headers, indent=1)
     if _stamped(tree, stamp):
         return
@@ -201,7 +203,7 @@ def _lay_out_torch(headers: dict[str, Any], tree: Path, folder: Path | None) -> 
         (fresh / "torch/include").rename(fresh / "include")
         (fresh / "torch").rmdir()
         if (got := tree_hash(fresh / "include")) != headers["sha256"]:
-            raise ToolchainError(f"torch {headers['version']}: headers hash to {got}, the lock says {headers['sha256']}")
+            raise ToolchainError(f"torch {headers['version']}: headers hash to {got}, not to {headers['sha256']}")
         (fresh / STAMP).write_text(stamp)
 
 

@@ -1,7 +1,7 @@
 """A reader of 64-bit ELF shared objects: as much as proves for which machine one is and what it asks of it.
 
-It reads another machine's files too, which the host's own binutils refuse. Layout: System V gABI 4.1, "Object Files" and
-"Symbol Table"; version sections: LSB Core 5.0, "Symbol Versioning".
+It reads another machine's files too, which the host's own binutils refuse. Layout: System V gABI 4.1, "Object Files"
+and "Symbol Table"; version sections: LSB Core 5.0, "Symbol Versioning".
 """
 
 from __future__ import annotations
@@ -120,13 +120,14 @@ def _body(content: bytes, section: Section) -> bytes:
     return content[section.offset : section.offset + section.size]
 
 
-def _dynamic_symbols(
-    content: bytes, sections: tuple[Section, ...]
-) -> tuple[frozenset[str], tuple[Wanted, ...]]:
+def _dynamic_symbols(content: bytes, sections: tuple[Section, ...]) -> tuple[frozenset[str], tuple[Wanted, ...]]:
     exported: set[str] = set()
     wanted: list[Wanted] = []
     versions = _versions(content, sections)
-    numbers = [value for s in sections if s.kind == _SHT_VERSYM for (value,) in struct.iter_unpack("<H", _body(content, s))]
+    numbers: list[int] = []
+    for section in sections:
+        if section.kind == _SHT_VERSYM:
+            numbers += [value for (value,) in struct.iter_unpack("<H", _body(content, section))]
     for section in sections:
         if section.kind != _SHT_DYNSYM:
             continue

@@ -1,4 +1,4 @@
-"""The GPU code inside a shared object, as NVIDIA's `cuobjdump` lists it (wheel `nvidia-cuda-cuobjdump`, any newer CUDA)."""
+"""The GPU code inside a shared object, as NVIDIA's `cuobjdump` lists it (wheel `nvidia-cuda-cuobjdump`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def find_cuobjdump() -> Path:
 
 
 def read(path: Path, cuobjdump: Path) -> GpuCode:
-    """The GPU code of ``path``, of any host machine. Raises FatbinError if cuobjdump fails for another reason than none.
+    """The GPU code of ``path``, of any host machine; none is an answer too. Raises FatbinError if cuobjdump fails.
 
     Device functions that were not inlined count as kernels too: they need the same resources.
     """

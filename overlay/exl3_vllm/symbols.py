@@ -117,7 +117,7 @@ def completed(request: Request, manifest: dict[str, Any]) -> Request:
 
 
 def check(library: Library, request: Request) -> list[Finding]:
-    """Everything that keeps ``library`` from serving ``request``, worst first. A warning: a target that only PTX serves."""
+    """All that keeps ``library`` from serving ``request``, errors first. A warning: a target that only PTX serves."""
     asked = completed(request, library.manifest)
     if asked.tier == "none":
         return []
@@ -234,7 +234,7 @@ def _check_resources(library: Library) -> list[Finding]:
 
 
 def table(library: Library, request: Request) -> list[dict[str, str]]:
-    """Symbol x target: one row per required symbol; a cell is `yes` (machine code), `ptx`, `no`, or `host` (no kernel)."""
+    """Symbol x target, a row per required symbol; cells: `yes` (machine code), `ptx`, `no`, or `host` (no kernel)."""
     asked = completed(request, library.manifest)
     wanted = set(_claimed(library, asked))
     rows = []
@@ -319,9 +319,10 @@ def _print(content: dict[str, Any]) -> None:
     for line in lines:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
     for target, use in content["resources"].items():
-        print(f"{target}: {use['kernels']} kernels, <= {use['max_registers']} registers, {use['spilled']} bytes spilled")
+        figures = f"<= {use['max_registers']} registers, {use['spilled']} bytes spilled"
+        print(f"{target}: {use['kernels']} kernels, {figures}")
     needs = ", ".join(f"{name} {number}" for name, number in content["needs"].items())
-    print(f"PTX: {_listed(content['ptx'])}   ABI: {content['abi']}   host: {content['host']}, needs {needs or 'nothing'}")
+    print(f"PTX {_listed(content['ptx'])}, ABI {content['abi']}, host {content['host']}, needs {needs or 'nothing'}")
     for kind in ("warnings", "errors"):
         for what in content[kind]:
             print(f"{kind[:-1]}: {what}", file=sys.stderr)

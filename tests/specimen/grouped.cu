@@ -1,5 +1,5 @@
 // unit: once
-// ops: exl3_fat_moe_gather exl3_fat_moe_gateup exl3_fat_moe_down
+// ops: exl3_rotate exl3_fat_moe_gather exl3_fat_moe_gateup exl3_fat_moe_down
 #include <cuda_runtime.h>
 
 #include "abi.h"
@@ -11,6 +11,7 @@ static int run(const float* in, float* out, cudaStream_t stream) {
   return static_cast<int>(cudaPeekAtLastError());
 }
 
+EXL3_API int exl3_rotate(const float* in, float* out, cudaStream_t stream) { return run(in, out, stream); }
 EXL3_API int exl3_fat_moe_gather(const float* in, float* out, cudaStream_t stream) { return run(in, out, stream); }
 EXL3_API int exl3_fat_moe_gateup(const float* in, float* out, cudaStream_t stream) { return run(in, out, stream); }
 EXL3_API int exl3_fat_moe_down(const float* in, float* out, cudaStream_t stream) { return run(in, out, stream); }

@@ -1,0 +1,214 @@
+"""Compiling units: the compilers, the words they are called with, and a cache that knows what went into each object.
+
+Standard library only. Every object is cached under a hash of all that decides its content, so a second build of the
+same tree compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import ptxas
+import units
+from toolchain import STAMP, build_machine, sha256
+
+TORCH_TARGET = "0x020a000000000000"  # stable ABI of torch 2.10: the oldest with raw data pointers of a tensor
+OBJECT_SCHEMA = "1"  # bump when the way objects are made changes without a flag saying so
+NVCC_FLAGS = ("-std=c++17", "-O3", "--use_fast_math", "-Xptxas", "-v")
+HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
+
+
+class BuildError(Exception):
+    """A build that cannot go on; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build.
+
+    ``targets`` are compute capabilities ("12.0"), ``rates`` bits per weight, ``host`` the machine that will load it.
+    ``defines`` go to the units that have a rate: a library with any is for measuring and says so in its manifest.
+    """
+
+    source: Path
+    targets: tuple[str, ...]
+    rates: tuple[float, ...]
+    codebooks: tuple[str, ...]
+    host: str
+    torch: bool = True
+    defines: tuple[str, ...] = ()
+
+    @property
+    def ptx(self) -> str:
+        """The capability whose PTX is added, so that a later GPU can still compile it: the lowest."""
+        return min(self.targets, key=_capability)
+
+    def gencode(self) -> list[str]:
+        """nvcc's words for one cubin per target and the PTX of the lowest."""
+        numbers = [target.replace(".", "") for target in self.targets]
+        cubins = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+        lowest = self.ptx.replace(".", "")
+        return [*cubins, f"-gencode=arch=compute_{lowest},code=compute_{lowest}"]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Where the compilers are, and one hash that changes when any of them does."""
+
+    tree: Path
+    host_tree: Path
+    cxx: str
+    torch_include: Path | None
+    identity: str
+    versions: dict[str, str]
+
+    @property
+    def nvcc(self) -> Path:
+        return self.tree / "bin/nvcc"
+
+
+@dataclass(frozen=True)
+class Built:
+    """An object file and what ptxas said of its kernels."""
+
+    job: units.Job
+    object: Path
+    uses: list[ptxas.KernelUse]
+    seconds: float
+    cached: bool
+
+
+def _capability(target: str) -> tuple[int, int]:
+    major, minor = target.split(".")
+    return int(major), int(minor)
+
+
+def find_tools(toolchain: Path, host: str, torch_include: Path | None) -> Tools:
+    """The compilers of a toolchain folder for libraries of ``host``. Raises BuildError for what is missing."""
+    here = build_machine()
+    for machine in (here, host):
+        if not (toolchain / machine / STAMP).is_file():
+            remedy = f"build.py toolchain --host {host} --into {toolchain}"
+            raise BuildError(f"{toolchain}/{machine}: no toolchain here; next: {remedy}")
+    tree, host_tree = toolchain / here / "nvidia/cu13", toolchain / host / "nvidia/cu13"
+    cxx = find_cxx(here, host)
+    include = torch_include or (toolchain / "torch/include" if (toolchain / "torch/include").is_dir() else None)
+    versions = {"nvcc": _version([str(tree / "bin/nvcc"), "--version"]), "cxx": _version([cxx, "--version"])}
+    stamps = [toolchain / machine / STAMP for machine in sorted({here, host})]
+    identity = units.digest([], *(sha256(stamp) for stamp in stamps), *versions.values())
+    return Tools(tree, host_tree, cxx, include, identity, versions)
+
+
+def find_cxx(here: str, host: str) -> str:
+    """The C++ compiler for ``host`` on this machine. Raises BuildError naming the Debian package that brings it."""
+    names = ["g++"] if here == host else [f"{host}-linux-gnu-g++{suffix}" for suffix in ("", "-12", "-13", "-14")]
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    package = "g++" if here == host else f"g++-{host.replace('_', '-')}-linux-gnu"
+    raise BuildError(f"no C++ compiler for {host} on PATH (tried {', '.join(names)}); next: apt-get install {package}")
+
+
+def _version(argv: list[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{argv[0]} does not run: {done.stderr.strip() or done.returncode}")
+    found = re.findall(r"V(\d+\.\d+\.\d+)", done.stdout) or re.findall(r"\b\d+\.\d+\.\d+\b", done.stdout)
+    return found[-1] if found else done.stdout.splitlines()[0]
+
+
+def compile_argv(job: units.Job, request: Request, tools: Tools) -> list[str]:
+    """argv that compiles ``job``, without the output file."""
+    defines = [f"-D{name}={value}" for name, value in job.defines]
+    include = [f"-I{request.source}"]
+    if job.rate is not None:
+        defines += [f"-D{define}" for define in request.defines]
+    if job.unit.path.suffix == ".cu":
+        host = [f"-Xcompiler={','.join(HOST_FLAGS)}", f"-ccbin={tools.cxx}", f"-I{tools.host_tree}/include"]
+        return [str(tools.nvcc), *NVCC_FLAGS, *request.gencode(), *host, *include, *defines, "-c", str(job.unit.path)]
+    if job.unit.torch:
+        if tools.torch_include is None:
+            remedy = "build.py toolchain --torch-headers, or pass --torch-include"
+            raise BuildError(f"{job.unit.name} needs torch's headers; next: {remedy}")
+        include += ["-isystem", str(tools.torch_include)]
+        defines += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DUSE_CUDA"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", *HOST_FLAGS]
+    return [tools.cxx, *flags, *include, f"-I{tools.host_tree}/include", *defines, "-c", str(job.unit.path)]
+
+
+def object_key(job: units.Job, request: Request, tools: Tools) -> str:
+    """Content address of a job's object: sources with their includes, flags, compilers, and torch's headers if used."""
+    files = units.sources(job.unit.path)
+    paths = {str(request.source): "CSRC", str(tools.tree): "TOOLS", str(tools.host_tree): "HOST"}
+    torch = ""
+    if job.unit.torch and tools.torch_include:
+        paths[str(tools.torch_include)] = "TORCH"
+        torch = _torch_identity(tools.torch_include)
+    words = []
+    for word in compile_argv(job, request, tools):
+        for path, name in paths.items():
+            word = word.replace(path, name)
+        words.append(word)
+    return units.digest(files, OBJECT_SCHEMA, tools.identity, torch, *words)
+
+
+def _torch_identity(include: Path) -> str:
+    """A hash of the stable-ABI headers; a few dozen files, read in milliseconds."""
+    return units.digest(sorted((include / "torch/csrc/stable").rglob("*.h")))
+
+
+def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path) -> Built:
+    """The object of ``job``, from the cache or compiled. Raises BuildError with the compiler's words."""
+    key = object_key(job, request, tools)
+    target = cache / "objects" / key[:2] / f"{key}.o"
+    report = target.with_suffix(".json")
+    if target.is_file() and report.is_file():
+        return Built(job, target, [ptxas.KernelUse(**use) for use in json.loads(report.read_text())], 0.0, True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        fresh = Path(scratch) / "unit.o"
+        argv = [*compile_argv(job, request, tools), "-o", str(fresh)]
+        began = time.monotonic()
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": scratch})
+        seconds = time.monotonic() - began
+        if done.returncode:
+            lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("ptxas info")]
+            raise BuildError(f"{job.label}: the compiler failed\n" + "\n".join(lines[-40:]))
+        uses = ptxas.parse(done.stderr)
+        (Path(scratch) / "report").write_text(json.dumps([use.as_json() for use in uses]))
+        (Path(scratch) / "report").replace(report)
+        fresh.replace(target)
+    return Built(job, target, uses, seconds, False)
+
+
+def compile_all(jobs: list[units.Job], request: Request, tools: Tools, cache: Path, workers: int) -> list[Built]:
+    """Compile ``jobs`` on ``workers`` cores, telling progress on stderr. Raises BuildError with every fault found."""
+    built: list[Built] = []
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = {pool.submit(compile_job, job, request, tools, cache): job for job in jobs}
+        try:
+            for done in as_completed(waiting):
+                built.append(done.result())
+                _tell(built[-1], len(built), len(jobs))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    found = [fault for one in built for fault in ptxas.faults(one.uses, one.job.unit.budgets)]
+    if found:
+        raise BuildError("kernels over their budget:\n  " + "\n  ".join(sorted(found)))
+    return sorted(built, key=lambda one: one.job.label)
+
+
+def _tell(one: Built, done: int, total: int) -> None:
+    took = "cached" if one.cached else f"{one.seconds:.1f} s"
+    print(f"[{done:3}/{total}] {took:>8}  {one.job.label}", file=sys.stderr, flush=True)
