@@ -1,0 +1,293 @@
+"""Containers of deployments on one engine: made from a rendered compose file, found by their labels, taken down again.
+
+The kit needs no compose program on any machine (Debian 12 has none that reads these files): it reads the file it
+rendered and asks the engine for exactly that. A key that it does not know is refused, so file and container cannot
+drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from exl3kit import render
+from exl3kit.deployment import LABEL, Deployment
+from exl3kit.errors import ExitCode, KitError
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+    from docker.types import HostConfig
+
+    from exl3kit.nodes import Node
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A container of a deployment as the engine has it; `state` is docker's word (running, exited, created, ...)."""
+
+    node: Node
+    container: Container
+
+    def label(self, key: str) -> str:
+        return str(self.container.labels.get(LABEL + key, ""))
+
+    @property
+    def deployment(self) -> str:
+        return self.label("deployment")
+
+    @property
+    def rank(self) -> int:
+        return int(self.label("rank") or 0)
+
+    @property
+    def state(self) -> str:
+        return str(self.container.status)
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.container.attrs["State"]["ExitCode"])
+
+    @property
+    def health(self) -> str | None:
+        """Docker's word for the health check's verdict (starting, healthy, unhealthy)."""
+        health = self.container.attrs["State"].get("Health")
+        return str(health["Status"]) if health else None
+
+
+# From the file to the engine ------------------------------------------------------------------------------------------
+
+
+def services(compose_text: str) -> dict[str, dict[str, Any]]:
+    """Services of a rendered file by name, with compose's `$$` read as `$`."""
+    document = yaml.safe_load(compose_text)
+    return {name: _undoubled(service) for name, service in document["services"].items()}
+
+
+def _undoubled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace("$$", "$")
+    if isinstance(value, list):
+        return [_undoubled(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _undoubled(item) for key, item in value.items()}
+    return value
+
+
+def creation(service: Mapping[str, Any], env: Mapping[str, str], network: str, version: str) -> dict[str, Any]:
+    """Arguments of `APIClient.create_container` that mean what the service means.
+
+    Parameters
+    ----------
+    service: one service of a rendered compose file.
+    env: what its `env_file` holds.
+    network: the project's bridge network, used when the service names one.
+    version: API version of the engine.
+
+    Raises `ValueError` for a key that it does not know.
+    """
+    from docker.types import EndpointConfig, NetworkingConfig
+
+    rest = dict(service)
+    for told_elsewhere in ("pull_policy", "env_file"):  # created, never run: nothing is pulled; env is given
+        rest.pop(told_elsewhere)
+    networks = rest.pop("networks", None)
+    ports = rest.pop("ports", [])
+    made: dict[str, Any] = {
+        "image": rest.pop("image"),
+        "name": rest.pop("container_name"),
+        "entrypoint": rest.pop("entrypoint"),
+        "command": rest.pop("command"),
+        "environment": dict(env),
+        "labels": rest.pop("labels"),
+        "user": rest.pop("user"),
+        "hostname": rest.pop("hostname", None),
+        "stop_timeout": seconds(rest.pop("stop_grace_period")),
+        "healthcheck": health_check(rest.pop("healthcheck")),
+        "ports": [port.rpartition(":")[2] for port in ports],
+        "networking_config": None,
+    }
+    if networks is not None:
+        endpoint = EndpointConfig(version, aliases=[made["hostname"]])
+        made["networking_config"] = NetworkingConfig({network: endpoint})  # type: ignore[arg-type]  # the stub is wrong
+        rest["network_mode"] = network
+    made["host_config"] = host_config(rest, ports, version)
+    return made
+
+
+def host_config(rest: dict[str, Any], ports: Iterable[str], version: str) -> HostConfig:
+    """The engine's HostConfig of what is left of a service; empties `rest` or raises `ValueError`."""
+    from docker.types import HostConfig, LogConfig, Mount, Ulimit
+
+    bindings: dict[int | str, Any] = {}
+    for port in ports:
+        address, outside, inside = port.rsplit(":", 2)
+        bindings[inside] = (address, int(outside))
+    log = rest.pop("logging")
+    config = HostConfig(
+        version,
+        network_mode=rest.pop("network_mode"),
+        port_bindings=bindings or None,
+        read_only=rest.pop("read_only"),
+        cap_drop=rest.pop("cap_drop"),
+        cap_add=rest.pop("cap_add", None),
+        security_opt=rest.pop("security_opt"),
+        ipc_mode=rest.pop("ipc"),
+        shm_size=rest.pop("shm_size"),
+        tmpfs=dict(entry.split(":", 1) for entry in rest.pop("tmpfs")),
+        mounts=[Mount(v["target"], v["source"], type=v["type"], read_only=v["read_only"]) for v in rest.pop("volumes")],
+        devices=rest.pop("devices", None),
+        ulimits=[Ulimit(name=name, soft=limit, hard=limit) for name, limit in rest.pop("ulimits", {}).items()],
+        device_requests=device_requests(rest.pop("deploy", None)),
+        restart_policy={"Name": rest.pop("restart")},
+        log_config=LogConfig(type=log["driver"], config=log["options"]),
+    )
+    if rest:
+        raise ValueError(f"the kit cannot start a service with {', '.join(sorted(rest))}")
+    return config
+
+
+def device_requests(deploy: Mapping[str, Any] | None) -> list[Any] | None:
+    """Compose's device reservations as the engine's requests (count -1 is all)."""
+    from docker.types import DeviceRequest
+
+    if deploy is None:
+        return None
+    wanted = deploy["resources"]["reservations"]["devices"]
+    return [
+        DeviceRequest(
+            driver=one["driver"],
+            count=-1 if one["count"] == "all" else one["count"],
+            capabilities=[one["capabilities"]],
+        )
+        for one in wanted
+    ]
+
+
+def health_check(check: Mapping[str, Any]) -> dict[str, Any]:
+    """A compose health check in the engine's units, nanoseconds."""
+    times = {key: seconds(check[key]) * 10**9 for key in ("interval", "timeout", "start_period")}
+    return {"test": check["test"], "retries": check["retries"], **times}
+
+
+def seconds(text: str) -> int:
+    """`30s` as 30."""
+    return int(text.removesuffix("s"))
+
+
+# On an engine ---------------------------------------------------------------------------------------------------------
+
+
+def create(node: Node, deployment: Deployment) -> list[Standing]:
+    """Create (not start) the ranks of one node, and their network when they share one.
+
+    Raises `KitError` when the engine refuses.
+    """
+    from docker.errors import APIError, ImageNotFound
+
+    api = node.engine.api
+    described = services(render.compose(deployment, node.name))
+    made = []
+    try:
+        if deployment.bridge:
+            labels = {LABEL + "deployment": deployment.name, LABEL + "generation": deployment.generation}
+            node.engine.networks.create(deployment.project, driver="bridge", labels=labels, check_duplicate=True)
+        for rank in deployment.on(node.name):
+            version = str(api.api_version)
+            arguments = creation(described[rank.service], rank.env, deployment.project, version)
+            made.append(Standing(node, node.engine.containers.get(api.create_container(**arguments)["Id"])))
+    except ImageNotFound as error:
+        raise node.error(
+            f"the image {deployment.image} is gone", next_step="run the command again", code=ExitCode.PREFLIGHT
+        ) from error
+    except APIError as error:
+        raise refusal(node, deployment, error) from error
+    return made
+
+
+def start(standing: Standing, deployment: Deployment) -> None:
+    """Start one created rank; a refusal of the engine (port, GPU, mount) is a `KitError`."""
+    from docker.errors import APIError
+
+    try:
+        standing.container.start()
+    except APIError as error:
+        raise refusal(standing.node, deployment, error) from error
+
+
+_REFUSALS = (
+    ("port is already allocated", "port {port} is in use", "stop what uses it, or `--set serve.port=...`"),
+    ("address already in use", "port {port} is in use", "stop what uses it, or `--set serve.port=...`"),
+    ("could not select device driver", "the engine has no GPU to give", "install nvidia-container-toolkit on the node"),
+    ("is already in use by container", "another container has the name", "`docker rm` it, or rename the recipe"),
+    ("no space left on device", "the disk is full", "free space below the engine's data folder on the node"),
+    ("bind source path does not exist", "the model's folder is gone", "run the command again"),
+)
+
+
+def refusal(node: Node, deployment: Deployment, error: Exception) -> KitError:
+    """The sentence for an engine that refused to create or start a rank."""
+    said = " ".join(str(getattr(error, "explanation", None) or error).split())
+    for sign, what, next_step in _REFUSALS:
+        if sign in said:
+            what = what.format(port=deployment.port)
+            return node.error(what, why=f"the engine says: {said}", next_step=next_step, code=ExitCode.PREFLIGHT)
+    return node.error("the engine refuses to start a rank", why=said, code=ExitCode.SERVING)
+
+
+def find(nodes: Iterable[Node], deployment: str | None = None, generation: str | None = None) -> list[Standing]:
+    """Every container of a deployment (or of any) on the nodes, by name and rank, also stopped ones."""
+    wanted = [f"{LABEL}deployment={deployment}" if deployment else f"{LABEL}deployment", f"{LABEL}rank"]
+    if generation is not None:
+        wanted.append(f"{LABEL}generation={generation}")
+    found: dict[str, Standing] = {}
+    for node in nodes:
+        for container in node.engine.containers.list(all=True, filters={"label": wanted}, ignore_removed=True):
+            found.setdefault(str(container.id), Standing(node, container))  # two names may lead to one engine
+    return sorted(found.values(), key=lambda standing: (standing.deployment, standing.rank))
+
+
+def take_down(
+    nodes: Iterable[Node], deployment: str, *, generation: str | None = None, grace: int | None = None
+) -> list[str]:
+    """Stop and remove a deployment's containers and networks on every node, side by side; returns their names.
+
+    Raises `KitError` (serving) when something is still there afterwards, naming it.
+    """
+    nodes = list(nodes)
+    standing = find(nodes, deployment, generation)
+    with ThreadPoolExecutor(max_workers=max(1, len(standing))) as pool:
+        list(pool.map(lambda one: remove(one, grace if grace is not None else render.GRACE_S), standing))
+    for node in nodes:
+        for network in node.engine.networks.list(filters={"label": f"{LABEL}deployment={deployment}"}):
+            if generation is None or network.attrs["Labels"].get(LABEL + "generation") == generation:
+                network.remove()
+    left = find(nodes, deployment, generation)
+    if left:
+        raise left[0].node.error(
+            f"{left[0].container.name} is still there after `down`",
+            next_step=f"`docker rm -f {left[0].container.name}` on the node",
+            code=ExitCode.SERVING,
+        )
+    return [str(one.container.name) for one in standing]
+
+
+def remove(standing: Standing, grace: int) -> None:
+    """Stop one container, killing it after `grace` seconds, and remove it; one that is already gone is fine."""
+    from docker.errors import NotFound
+
+    try:
+        if standing.state == "running":
+            standing.container.stop(timeout=grace)
+        standing.container.remove(force=True, v=True)
+    except NotFound:
+        return
+
+
+def tail(standing: Standing, lines: int = 15) -> list[str]:
+    """The last lines of a container's log, stderr and stdout as they came."""
+    text: bytes = standing.container.logs(tail=lines)
+    return text.decode("utf-8", "replace").splitlines()

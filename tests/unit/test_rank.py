@@ -1,0 +1,262 @@
+"""The container entry point as a real process: what it starts, forwards, reaps, writes and answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+ENTRY_POINT = "[vllm.general_plugins]\nexl3 = exl3_vllm:register\n"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """The environment of rank 0 with the plugin installed, as the kit renders it, on folders of the test."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    info = tmp_path / "site" / "exl3_vllm-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: exl3-vllm\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINT)
+    (tmp_path / "run").mkdir()
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": f"{REPO / 'overlay'}:{tmp_path / 'site'}",
+        "EXL3_RANK": "0",
+        "EXL3_GENERATION": "g1",
+        "EXL3_MODEL_DIR": str(model),
+        "EXL3_RUN_DIR": str(tmp_path / "run"),
+        "EXL3_API": "http://127.0.0.1:1",
+    }
+
+
+def begin(environ: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "exl3_vllm.rank", *arguments]
+    return subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str], timeout: float = 20) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def rank(environ: dict[str, str], *arguments: str) -> tuple[int, str, str]:
+    return end(begin(environ, *arguments))
+
+
+def python(program: str) -> list[str]:
+    return ["--", sys.executable, "-c", program]
+
+
+def wait_for(path: Path, text: str = "") -> str:
+    for _ in range(200):
+        if path.exists() and text in path.read_text():
+            return path.read_text()
+        time.sleep(0.05)
+    raise AssertionError(f"{path} never held {text!r}")
+
+
+def status(environ: dict[str, str]) -> dict[str, Any]:
+    return dict(json.loads((Path(environ["EXL3_RUN_DIR"]) / "status.json").read_text()))
+
+
+def test_argv_reaches_the_program_word_for_word(environ: dict[str, str]) -> None:
+    words = ['{"method": "mtp"}', "a b", "$HOME", "", "'\"`", "*"]
+    code, out, _ = rank(environ, *python("import json,sys; print(json.dumps(sys.argv[1:])); sys.exit(9)"), *words)
+    assert (code, json.loads(out)) == (9, words)
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "sentence"),
+    [
+        ("pass", 1, "by itself with status 0"),  # vLLM's rank 0 does this after its peer has died
+        ("raise SystemExit(7)", 7, "by itself with status 7"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "signal SIGKILL"),
+    ],
+)
+def test_an_end_that_nobody_asked_for_is_a_failure(
+    environ: dict[str, str], program: str, code: int, sentence: str
+) -> None:
+    got, _, err = rank(environ, *python(program))
+    assert got == code
+    assert sentence in err
+    assert status(environ)["exit_code"] == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_forwarded_and_ends_with_0(environ: dict[str, str], number: signal.Signals, tmp_path: Path) -> None:
+    program = (
+        "import pathlib,signal,sys\n"
+        f"seen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+        "def told(number, frame): seen.write_text('TERM'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "seen.write_text('up'); signal.pause()"
+    )
+    process = begin(environ, *python(program))
+    wait_for(tmp_path / "seen", "up")
+    process.send_signal(number)
+    code, _, err = end(process)
+    assert (code, (tmp_path / "seen").read_text()) == (0, "TERM")
+    assert "after it was told to stop" in err
+
+
+def test_a_headless_rank_that_ignores_the_stop_is_killed_with_its_children(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    program = (
+        "import os,pathlib,signal,subprocess,sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid)); signal.pause()"
+    )
+    process = begin({**environ, "EXL3_RANK": "1"}, *python(program))
+    child = int(wait_for(tmp_path / "child"))
+    begun = time.monotonic()
+    process.terminate()
+    code, _, _ = end(process)
+    assert code == 0
+    assert time.monotonic() - begun < 8  # 2 s of grace, where vLLM's own executor takes 10
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()
+
+
+def test_the_program_starts_with_default_signal_handling(environ: dict[str, str]) -> None:
+    program = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, [])); raise SystemExit(3)"
+    code, out, _ = rank(environ, *python(program))
+    assert (code, out.strip()) == (3, "set()")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "sentence"),
+    [
+        ({"EXL3_RANK": None}, 2, "EXL3_RANK is not set"),
+        ({"EXL3_RANK": "one"}, 2, "EXL3_RANK='one' is not a number"),
+        ({"VLLM_PLUGINS": "other"}, 3, "leaves out 'exl3'"),
+        ({"VLLM_PLUGINS": ""}, 3, "leaves out 'exl3'"),
+        ({"PYTHONPATH": str(REPO / "overlay")}, 5, "no 'exl3' in the entry points"),
+        ({"EXL3_MODEL_DIR": "/nowhere"}, 3, "no model directory at /nowhere"),
+        ({"EXL3_API_KEY_FILE": "/nowhere/key"}, 3, "cannot read the API key"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    environ: dict[str, str], change: dict[str, str | None], code: int, sentence: str
+) -> None:
+    changed = {name: value for name, value in {**environ, **change}.items() if value is not None}
+    got, out, err = rank(changed, *python("print('started')"))
+    assert (got, out) == (code, "")
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_dangling_link_and_an_unreadable_folder_are_refused(environ: dict[str, str]) -> None:
+    model = Path(environ["EXL3_MODEL_DIR"])
+    (model / "model.safetensors").symlink_to("blobs/gone")
+    code, _, err = rank(environ, *python("print('started')"))
+    assert code == 3
+    assert "model.safetensors is a link to nothing" in err
+
+
+def test_the_api_key_reaches_vllm_and_no_argv_or_log(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sesame-123\n")
+    program = "import os; print(os.environ['VLLM_API_KEY'], open('/proc/self/cmdline').read()); raise SystemExit(4)"
+    code, out, err = rank({**environ, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, *python(program))
+    assert code == 4
+    assert out.split(" ", 1)[0] == "sesame-123"
+    assert "sesame" not in out.split(" ", 1)[1] + err
+
+
+@pytest.fixture
+def api() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A small HTTP server in the place of vLLM's: (its URL, what it was asked and is to answer)."""
+    told: dict[str, Any] = {"health": 200}
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, code: int, body: bytes) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.answer(told["health"], b"")
+
+        def do_POST(self) -> None:
+            told["body"] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            told["key"] = self.headers.get("Authorization")
+            self.answer(200, b'{"choices": [{"text": "4"}]}')
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", told
+    server.shutdown()
+    server.server_close()
+
+
+def test_health_follows_the_role(environ: dict[str, str], api: tuple[str, dict[str, Any]]) -> None:
+    url, told = api
+    head, worker = {**environ, "EXL3_API": url}, {**environ, "EXL3_RANK": "1"}
+    receipts = Path(environ["EXL3_RUN_DIR"]) / "receipts"
+    assert rank(head, "--health")[:2] == (1, "the supervisor has not started yet\n")
+
+    process = begin(head, *python("import time; time.sleep(600)"))
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "running")
+    assert "no receipt" in rank(head, "--health")[1]
+    (receipts / "rank0.json").write_text('{"rank": 0}')
+    assert rank(head, "--health")[:2] == (0, "healthy\n")
+    told["health"] = 503
+    assert rank(head, "--health")[0] == 1
+    assert rank(worker, "--health")[0] == 0  # it has no API that could be down
+
+    report = json.loads(rank(head, "--report")[1])
+    assert (report["receipts"], report["status"]["generation"]) == ([{"rank": 0}], "g1")
+    assert "503" in report["unhealthy"]
+
+    os.kill(status(environ)["pid"], signal.SIGKILL)
+    end(process)
+    code, out, _ = rank(worker, "--health")
+    assert code == 1
+    assert "SIGKILL" in out
+
+
+def test_ask_waits_for_the_api_and_brings_the_key(
+    environ: dict[str, str], api: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    url, told = api
+    (tmp_path / "key").write_text("sesame-123\n")
+    told["health"] = 503
+    request = {"path": "/v1/completions", "body": {"prompt": "2+2="}, "wait_s": 10, "timeout_s": 10}
+    process = begin(
+        {**environ, "EXL3_API": url, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, "--ask", json.dumps(request)
+    )
+    time.sleep(0.7)
+    told["health"] = 200
+    answer = json.loads(end(process)[1])
+    assert (answer["status"], answer["answer"]["choices"][0]["text"]) == (200, "4")
+    assert answer["waited"] > 0.4
+    assert (told["body"], told["key"]) == ({"prompt": "2+2="}, "Bearer sesame-123")
+
+
+def test_ask_gives_up_at_its_deadline_and_says_why(environ: dict[str, str]) -> None:
+    request = {"path": "/v1/completions", "body": {}, "wait_s": 0.5, "timeout_s": 1}
+    answer = json.loads(rank(environ, "--ask", json.dumps(request))[1])
+    assert answer["status"] == 0
+    assert "no /health within" in answer["answer"]
+
+
+def test_usage(environ: dict[str, str]) -> None:
+    code, _, err = rank(environ)
+    assert code == 2
+    assert "usage:" in err
