@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Every verb lives in the module of its noun and imports what it needs as it runs.
+"""The command line: parse, call, print. A verb lives in the module of its noun and imports what it needs when it runs.
 
 `kit --help` must answer in under 0.3 s, so nothing heavier than typer is imported here.
 """
@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from exl3kit.cli import build, output, recipe
+from exl3kit.cli import build, lock, output, recipe, verify
 from exl3kit.errors import ExitCode, KitError
 
 app = typer.Typer(
@@ -21,7 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("build")(build.build)
+app.command("lock")(lock.lock)
 app.add_typer(recipe.app, name="recipe")
+app.add_typer(verify.app, name="verify")
 
 
 def main() -> None:

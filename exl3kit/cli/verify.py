@@ -1,0 +1,109 @@
+"""`kit verify`: hold what was built against what is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from exl3kit.cli import args, output
+from exl3kit.errors import ExitCode, KitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from exl3kit.progress import Progress
+    from exl3kit.symbols import Need
+
+app = typer.Typer(no_args_is_help=True, help="Hold what was built against what is needed.")
+
+
+@app.callback()
+def verify() -> None:
+    """Hold what was built against what is needed."""
+
+
+@app.command("symbols")
+def symbols(
+    subject: Annotated[
+        str | None,
+        typer.Argument(metavar="[IMAGE|FILE|RECIPE]", help="What holds the kernels; with --build a recipe or nothing."),
+    ] = None,
+    build: Annotated[
+        bool, typer.Option("--build", help="Build the kernel library alone first; needs no engine and no GPU.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="With --build: where to put the library.")] = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Which fat symbols a kernel library has for which GPU; exit code 5 names what is missing."""
+    from exl3kit.progress import Progress
+
+    if out is not None and not build:
+        raise KitError("--out says where to put a library, so it needs --build")
+    progress = Progress(output.console(as_json=True))
+    if build:
+        report = _built(subject, out, progress)
+    elif subject is None:
+        raise KitError("nothing to verify", next_step="name an image, a file or a recipe, or pass --build")
+    else:
+        report = _found(subject, progress)
+    if as_json:
+        output.emit({**report, "seconds": progress.seconds})
+    else:
+        show(report, output.console())
+    if not report["ok"]:
+        raise typer.Exit(int(ExitCode.VERIFICATION))
+
+
+def _built(recipe: str | None, out: Path | None, progress: Progress) -> dict[str, Any]:
+    from exl3kit import symbols as kernels
+
+    need = _need_of_recipe(recipe) if recipe else kernels.HEADLINE
+    return kernels.verify(kernels.build(need, progress, out), need, progress)
+
+
+def _found(subject: str, progress: Progress) -> dict[str, Any]:
+    from exl3kit import engine, lock, recipes
+    from exl3kit import symbols as kernels
+
+    path = Path(subject)
+    if path.is_file() and path.suffix not in (".yaml", ".yml"):
+        return kernels.verify(path, kernels.Need(), progress)
+    need, reference = kernels.Need(), subject
+    if path.is_file() or subject in {shipped.stem for shipped in recipes.shipped()}:
+        need = _need_of_recipe(subject)
+        reference = lock.make_lock(recipes.load(subject)).tag
+    client, _ = engine.open_local()
+    with kernels.from_image(client, reference) as library:
+        return {**kernels.verify(library, need, progress), "file": reference}
+
+
+def _need_of_recipe(reference: str) -> Need:
+    from exl3kit import recipes
+    from exl3kit import symbols as kernels
+
+    return kernels.need_of(recipes.load(reference))
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """The report for people: symbol x target, figures per target, then what is wrong."""
+    from rich.table import Table
+
+    targets = report["asked"]["targets"]
+    table = Table(title=f"{report['file']} ({report['host']})", title_justify="left")
+    for column in ("symbol", "exported", *targets):
+        table.add_column(column)
+    marks = {"no": "[red]no[/]", "ptx": "[yellow]ptx[/]", "host": "[dim]-[/]"}
+    for row in report["symbols"]:
+        table.add_row(row["symbol"], *(marks.get(row[key], row[key]) for key in ("exported", *targets)))
+    console.print(table)
+    for target, use in report["resources"].items():
+        figures = f"at most {use['max_registers']} registers, {use['spilled']} bytes spilled"
+        console.print(f"{target}: {use['kernels']} kernels, {figures}")
+    needs = ", ".join(f"{name} {number}" for name, number in report["needs"].items())
+    console.print(f"PTX: {', '.join(report['ptx']) or 'none'}; ABI {report['abi']}; needs {needs}")
+    for warning in report["warnings"]:
+        console.print(f"[yellow]warning:[/] {warning}")
+    for error in report["errors"]:
+        console.print(f"[red]missing or wrong:[/] {error}")
