@@ -19,7 +19,8 @@ RECIPE = """\
 recipe: 1
 extends: demo
 name: on-gpu
-image: {base: {rootfs: bookworm}, vllm: 0.32.0, arch: ["12.1"], rates: [2.5, 4], codebooks: [mcg], platform: linux/arm64}
+image:
+  {base: {rootfs: bookworm}, vllm: 0.32.0, platform: linux/arm64, arch: ["12.1"], rates: [2.5, 4], codebooks: [mcg]}
 exl3: {tier: kernel}
 """
 
