@@ -117,4 +117,4 @@ def remove() -> None:
         root = hierarchy.group()
         if root.exists():
             for folder, _, _ in os.walk(root, topdown=False):
-                os.rmdir(folder)
+                Path(folder).rmdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .plan import BRIDGE, GATEWAY, NETWORK, PREFIX, Node
 from .shell import run
-from .template import operator_template
+from .template import any_operator_template
 
 CHAIN = "EXL3KIT-RIG"
 PARENTS = {"filter": "FORWARD", "nat": "POSTROUTING"}
@@ -93,13 +93,13 @@ def remove() -> None:
 # -- firewall ---------------------------------------------------------------------------------------------------------
 
 
-def _iptables(program: str, *argv: str, stdin: str | None = None) -> str:
+def iptables(program: str, *argv: str, stdin: str | None = None) -> str:
     """Run iptables of the operator's template in this machine's network, so that the machine needs none of its own."""
-    template = operator_template()
-    if not template.exists():
+    template = any_operator_template()
+    if template is None:
         return run(program, *argv, stdin=stdin).stdout if shutil.which(program) else ""
     script = 'mount -t tmpfs tmpfs "$0/run" && exec chroot "$0" "$@"'  # its lock file goes on the tmpfs
-    return run("unshare", "--mount", "sh", "-c", script, str(template.folder), program, *argv, stdin=stdin).stdout
+    return run("unshare", "--mount", "sh", "-c", script, str(template), program, *argv, stdin=stdin).stdout
 
 
 def open_firewall(nat: bool) -> None:
@@ -118,12 +118,12 @@ def open_firewall(nat: bool) -> None:
     if nat:
         masquerade = f"-A {CHAIN} -s {NETWORK} ! -d {NETWORK} -j MASQUERADE"
         rules += ["*nat", f":{CHAIN} - [0:0]", masquerade, f"-I {PARENTS['nat']} 1 -j {CHAIN}", "COMMIT"]
-    _iptables("iptables-restore", "--noflush", stdin="\n".join(rules) + "\n")
+    iptables("iptables-restore", "--noflush", stdin="\n".join(rules) + "\n")
 
 
 def close_firewall() -> None:
     """Take our rules out again, wherever they are."""
-    saved = _iptables("iptables-save")
+    saved = iptables("iptables-save")
     table = ""
     undo: dict[str, list[str]] = {}
     for line in saved.splitlines():
@@ -134,7 +134,7 @@ def close_firewall() -> None:
             undo.setdefault(table, []).extend([f"-F {CHAIN}", f"-X {CHAIN}"])
     rules = [line for table, lines in undo.items() for line in (f"*{table}", *lines, "COMMIT")]
     if rules:
-        _iptables("iptables-restore", "--noflush", stdin="\n".join(rules) + "\n")
+        iptables("iptables-restore", "--noflush", stdin="\n".join(rules) + "\n")
 
 
 def _forwarding(device: str) -> Path:

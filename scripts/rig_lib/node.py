@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from . import cgroups, host
 from .plan import PREFIX, Node, Options, State
 from .shell import UNREACHABLE, RigError, run, tail
-from .template import Template
 
 HERE = Path(__file__).parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -128,7 +127,7 @@ def start(node: Node, options: Options) -> None:
     cgroups.create(node)
     disk = Disk.of(node, options)
     unshare = ["unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private"]
-    init = ["sh", str(HERE / "node-init.sh"), node.name, str(Template(options.release, options.engine).folder)]
+    init = ["sh", str(HERE / "node-init.sh"), node.name, options.template]
     leaves = [str(h.leaf(node) / "cgroup.procs") for h in cgroups.hierarchies() if h.is_unified]
     # The shell steps into the leaf only after the cgroup namespace took the group above it as its root.
     step = 'for leaf in "$0"; do [ "$leaf" = sh ] || echo $$ > "$leaf"; done; exec "$@"'
@@ -161,13 +160,21 @@ def kill(pids_of: str | None) -> None:
         RigError: when the kernel does not let go of a process within 10 s.
     """
     deadline = time.monotonic() + 10
-    while pids := cgroups.processes(pids_of):
+    killed: set[int] = set()
+    while pids := cgroups.processes(pids_of) | {pid for pid in killed if _lives(pid)}:
         if time.monotonic() > deadline:
-            raise RigError(
-                f"processes {sorted(pids)} do not end, though killed 10 s ago: see `ps`, then run down again."
-            )
+            raise RigError(f"processes {sorted(pids)} do not end, though killed 10 s ago: see `ps`, then try again.")
         kill_all(pids)
+        killed |= pids
         time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    """A process that dies leaves its control group before it has let go of its namespaces; then it is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def kill_all(pids: set[int]) -> None:
@@ -190,13 +197,13 @@ def init_pid(node: Node) -> int | None:
 
 
 def wait(node: Node, options: Options) -> None:
-    """Wait until the node has booted, takes ssh connections and its engine answers.
+    """Wait until the node has booted, takes ssh connections and its engine answers, or its process 1 has ended.
 
     Raises:
         RigError: with the end of the log of what did not come.
     """
     deadline = time.monotonic() + BOOT_SECONDS
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and cgroups.processes(node.name):
         pid = init_pid(node)
         if pid and (not options.engine or (ssh_answers(node) and engine_version(node))):
             return
@@ -205,7 +212,7 @@ def wait(node: Node, options: Options) -> None:
     engine_log = disk.upper / "var/log/dockerd.log"
     log = engine_log if init_pid(node) and engine_log.exists() else disk.log
     raise RigError(
-        f"{node.name} was not ready after {BOOT_SECONDS:.0f} s; its log ends:\n{tail(log.read_text())}", UNREACHABLE
+        f"{node.name} did not come up within {BOOT_SECONDS:.0f} s; its log ends:\n{tail(log.read_text())}", UNREACHABLE
     )
 
 

@@ -45,6 +45,7 @@ class Options:
     data_mb: int | None
     binds: tuple[str, ...]
     disk_dir: str
+    template: str
 
     def node_list(self) -> list[Node]:
         return [Node(name, index) for index, name in enumerate(self.nodes, start=1)]

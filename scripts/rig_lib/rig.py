@@ -11,6 +11,7 @@ from .plan import GATEWAY, NETWORK, Node, Options, State, cache_dir
 from .shell import USAGE, RigError, run
 from .template import Template, cache_lock, operator_template
 
+NONE_UP = "no rig is up: run `rig up`."
 TEMPLATE_GB = 0.8  # what one template takes while it is made
 
 
@@ -124,6 +125,7 @@ def default_disk_dir() -> Path:
 
 def status(state: State) -> dict[str, Any]:
     """Everything that a user or a test needs, as `rig status --json` prints it."""
+    host.need_root()
     options = load(state)
     if options is None:
         return {"up": False, "state_dir": str(state.folder)}
@@ -137,7 +139,7 @@ def status(state: State) -> dict[str, Any]:
         "identity": str(state.identity) if options.engine else None,
         "docker": str(state.bin / "docker"),
         "docker_config": str(state.docker_config),
-        "template": str(Template(options.release, options.engine).folder),
+        "template": options.template,
         "options": options.to_json(),
         "nodes": [_node_status(n, options) for n in options.node_list()],
     }
@@ -158,7 +160,14 @@ def _node_status(each: Node, options: Options) -> dict[str, Any]:
 
 
 def environment(state: State) -> dict[str, str]:
-    """What to set so that ssh users of the kit, docker, buildx and compose work on the rig."""
+    """What to set so that ssh users of the kit, docker, buildx and compose work on the rig.
+
+    Raises:
+        RigError: when no rig is up.
+    """
+    host.need_root()
+    if load(state) is None:
+        raise RigError(NONE_UP, USAGE)
     return {
         "EXL3KIT_SSH_CONFIG": str(state.ssh_config),
         "DOCKER_CONFIG": str(state.docker_config),
@@ -175,7 +184,7 @@ def find(state: State, name: str) -> tuple[Node, Options]:
     host.need_root()
     options = load(state)
     if options is None:
-        raise RigError("no rig is up: run `rig up`.", USAGE)
+        raise RigError(NONE_UP, USAGE)
     for each in options.node_list():
         if each.name == name:
             return each, options

@@ -37,13 +37,18 @@ class Template:
         return f"{ENGINE[self.release]},{COMFORT}" if self.engine else BARE
 
     @property
+    def variant(self) -> str:
+        """What comes before the packages: for a bare node what Debian's own container images have."""
+        return "apt" if self.engine else "minbase"
+
+    @property
     def apt_options(self) -> list[str]:
         """Without recommended packages an engine node is 549 MB; a bare node keeps Debian's own default."""
         return [*host.apt_settings(), *(['APT::Install-Recommends "false";'] if self.engine else [])]
 
     @property
     def folder(self) -> Path:
-        inputs = "\n".join([self.packages, *self.apt_options, *host.apt_sources(self.release)])
+        inputs = "\n".join([self.variant, self.packages, *self.apt_options, *host.apt_sources(self.release)])
         kind = "engine" if self.engine else "bare"
         key = hashlib.sha256(inputs.encode()).hexdigest()[:8]
         return cache_dir() / "templates" / f"{self.release}-{kind}-{key}"
@@ -62,8 +67,8 @@ class Template:
         partial = self.folder.with_name(f".{self.folder.name}.partial")
         log = self.folder.with_suffix(".log")
         run("rm", "-rf", "--one-file-system", str(partial))
-        argv = ["mmdebstrap", "--mode=root", "--variant=apt", f"--include={self.packages}", "--dpkgopt=force-unsafe-io"]
-        argv += [f"--aptopt={option}" for option in self.apt_options]
+        argv = ["mmdebstrap", "--mode=root", f"--variant={self.variant}", f"--include={self.packages}"]
+        argv += ["--dpkgopt=force-unsafe-io", *(f"--aptopt={option}" for option in self.apt_options)]
         argv += [self.release, str(partial), *host.apt_sources(self.release)]
         with log.open("w") as out:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
@@ -79,6 +84,11 @@ class Template:
 
 def operator_template() -> Template:
     return Template(OPERATOR_RELEASE, engine=True)
+
+
+def any_operator_template() -> Path | None:
+    """One that exists, made with whatever settings: taking a rig down must not depend on today's."""
+    return next(cache_dir().glob(f"templates/{OPERATOR_RELEASE}-engine-*[0-9a-f]"), None)
 
 
 @contextmanager
