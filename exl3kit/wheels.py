@@ -120,11 +120,18 @@ def look_up(pins: Pins, requirements: Iterable[str]) -> dict[str, Found]:
             pass
         if report.is_file():
             return dict(_reported(json.loads(report.read_text(encoding="utf-8"))))
-    if len(wanted) == 1:
-        return {}
-    # pip stops at the first requirement that it cannot serve: halve until that one stands alone.
-    half = len(wanted) // 2
-    return {**look_up(pins, wanted[:half]), **look_up(pins, wanted[half:])}
+    # The second form is that of a machine whose pip configuration holds a constraint on the name.
+    refused = re.search(r"(?:No matching distribution found for|Cannot install) ([\w.-]+)", "\n".join(lines))
+    if refused is None:
+        raise KitError(
+            "the package index could not be asked",
+            why=_cause(lines, pins.wheels[0]),
+            next_step="check network and proxy (`pip config list`), then start again",
+            code=ExitCode.PREFLIGHT,
+        )
+    # pip stops at the first requirement that it cannot serve, so ask again without that one.
+    rest = [one for one in wanted if normal(re.split(r"[=<>!~;\[ ]", one)[0]) != normal(refused[1])]
+    return look_up(pins, rest) if 0 < len(rest) < len(wanted) else {}
 
 
 def _reported(report: dict[str, Any]) -> Iterator[tuple[str, Found]]:
