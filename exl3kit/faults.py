@@ -42,6 +42,11 @@ class LocatedFault:
     what: str
     hint: str | None = None
 
+    def __post_init__(self) -> None:
+        # Words of the file stand in the sentence, and a terminal must not obey what they may hold.
+        object.__setattr__(self, "what", printable(self.what))
+        object.__setattr__(self, "hint", printable(self.hint) if self.hint else None)
+
     def __str__(self) -> str:
         return f"{self.place}: {self.what}" + (f" ({self.hint})" if self.hint else "")
 
@@ -72,6 +77,16 @@ class RecipeError(KitError):
 
     def as_json(self) -> dict[str, object]:
         return {**super().as_json(), "faults": [fault.as_json() for fault in self.faults]}
+
+
+def printable(text: str, most: int = 600) -> str:
+    """The text on one line of at most `most` characters, anything that a terminal would not show as an escape."""
+    shown = text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -42,15 +42,22 @@ def load(ref: str, sets: Sequence[str] = ()) -> Recipe:
 def load_effective(ref: str, sets: Sequence[str] = ()) -> Effective:
     """As `load`, with the place of each value."""
     path = locate(ref)
-    tree, files, faults = _read_chain(path)
+    return load_text(_bytes_of(path), path, sets)
+
+
+def load_text(data: bytes, path: Path, sets: Sequence[str] = ()) -> Effective:
+    """As `load_effective` for a recipe whose text is at hand; `path` is what it is called and where it would lie."""
+    tree, files, faults = _chain(data, path)
     for text in sets:
         override, more = _read_override(text)
         faults += more
-        tree = yaml_source.merge(tree, override)
+        tree = yaml_source.merge_fields(tree, override)
     try:
         recipe = Recipe.model_validate(yaml_source.plain(tree))
     except ValidationError as error:
-        raise RecipeError([*faults, *recipe_faults.translate(error, tree)]) from None
+        known = {fault.place for fault in faults}  # an alias, say, also has the wrong type: one sentence is enough
+        more = [fault for fault in recipe_faults.translate(error, tree) if fault.place not in known]
+        raise RecipeError([*faults, *more]) from None
     faults += _geometry_faults(recipe, tree)
     if faults:
         raise RecipeError(faults)
@@ -60,7 +67,7 @@ def load_effective(ref: str, sets: Sequence[str] = ()) -> Effective:
 def _geometry_faults(recipe: Recipe, tree: Node) -> list[LocatedFault]:
     """What a local checkpoint's config.json says against the recipe; nothing when it is not here (yet)."""
     directory = recipe.model.path
-    if directory is None or not (directory / "config.json").is_file():
+    if directory is None or not _is_file(directory / "config.json"):
         return []
     path = yaml_source.find(tree, ("model", "path")) or tree
     try:
@@ -104,27 +111,40 @@ def _named(ref: str, directory: Path) -> Path | str:
     if "\0" in ref or not ref.strip():
         return "expected the name of a recipe or a path"
     if "/" in ref or ref.endswith((".yaml", ".yml")):
-        return directory / Path(ref).expanduser()
+        try:
+            return directory / Path(ref).expanduser()
+        except RuntimeError:
+            return f"{ref.partition('/')[0]} is no user of this machine"
     path = paths.RECIPES / f"{ref}.yaml"
     return path if path.is_file() else f"no shipped recipe is called {ref!r}"
 
 
-def _read_file(path: Path) -> tuple[Fields, list[LocatedFault]]:
-    source = display(path)
-    here = Place(source, 1, 1)
+def _is_file(path: Path) -> bool:
     try:
-        if path.is_dir():
-            raise KitError("expected a recipe, found a directory", where=source, next_step="name a .yaml file in it")
-        data = path.read_bytes()
+        return path.is_file()
+    except OSError:  # a name too long, a folder that may not be searched
+        return False
+
+
+def _bytes_of(path: Path) -> bytes:
+    source = display(path)
+    try:
+        return path.read_bytes()
     except FileNotFoundError:
         raise KitError("there is no such recipe", where=source, next_step=_nearest(str(path))) from None
+    except IsADirectoryError:
+        raise KitError("expected a recipe, found a directory", where=source, next_step="name a .yaml file") from None
     except OSError as error:
         raise KitError("the recipe cannot be read", where=source, why=error.strerror or str(error)) from None
+
+
+def _parse(data: bytes, path: Path) -> tuple[Fields, list[LocatedFault]]:
+    """One file's own tree; relative paths in it are made absolute."""
+    source = display(path)
     tree, faults = yaml_source.read(yaml_source.decode(data, source), source)
     if tree is None or (isinstance(tree, Scalar) and tree.value is None):
-        raise RecipeError(
-            [*faults, LocatedFault(here, "the recipe is empty", "`kit recipe show demo` prints a whole one")]
-        )
+        hint = "`kit recipe show demo` prints a whole one"
+        raise RecipeError([*faults, LocatedFault(Place(source, 1, 1), "the recipe is empty", hint)])
     if not isinstance(tree, Fields):
         what = f"expected a mapping (key: value), found {recipe_faults.describe(tree)}"
         raise RecipeError([*faults, LocatedFault(tree.place, what)])
@@ -145,18 +165,20 @@ def _absolute_paths(tree: Fields, directory: Path) -> Fields:
     return tree
 
 
-def _read_chain(path: Path, below: tuple[Path, ...] = ()) -> tuple[Node, tuple[Path, ...], list[LocatedFault]]:
+def _chain(
+    data: bytes, path: Path, below: tuple[Path, ...] = ()
+) -> tuple[Fields, tuple[Path, ...], list[LocatedFault]]:
     """A file's tree on top of all that it extends; `below` are the files that led here."""
-    tree, faults = _read_file(path)
+    tree, faults = _parse(data, path)
     entry = tree.entries.get("extends")
     if entry is None:
         return tree, (path,), faults
-    base = _base_of(entry.node, path, (*below, path.resolve()))
-    inherited, files, more = _read_chain(base, (*below, path.resolve()))
-    assert isinstance(inherited, Fields)
+    chain = (*below, path.resolve())
+    base = _base_of(entry.node, path, chain)
+    inherited, files, more = _chain(_bytes_of(base), base, chain)
     passed_on = {key: value for key, value in inherited.entries.items() if key not in OWN_KEYS}
     own = {key: value for key, value in tree.entries.items() if key != "extends"}
-    merged = yaml_source.merge(replace(inherited, entries=passed_on), replace(tree, entries=own))
+    merged = yaml_source.merge_fields(replace(inherited, entries=passed_on), replace(tree, entries=own))
     return merged, (*files, path), [*faults, *more]
 
 
@@ -171,7 +193,7 @@ def _base_of(node: Node, path: Path, chain: tuple[Path, ...]) -> Path:
     base = _named(node.value, path.parent)
     if isinstance(base, str):
         raise refuse(base, _nearest(node.value))
-    if not base.is_file():
+    if not _is_file(base):
         raise refuse(f"there is no file {display(base)}", _nearest(node.value))
     if base.resolve() in chain:
         loop = [*chain[chain.index(base.resolve()) :], base]
@@ -181,7 +203,7 @@ def _base_of(node: Node, path: Path, chain: tuple[Path, ...]) -> Path:
     return base
 
 
-def _read_override(text: str) -> tuple[Node, list[LocatedFault]]:
+def _read_override(text: str) -> tuple[Fields, list[LocatedFault]]:
     """`a.b=value` as a tree of one value; places count columns in `text`."""
     source = f"--set {text}"
     keys, equals, written = text.partition("=")

@@ -98,9 +98,12 @@ def put(tree: Fields, path: tuple[str, ...], node: Node) -> Fields:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`: mappings merge, everything else replaces, and null takes the inherited value back."""
-    if not (isinstance(base, Fields) and isinstance(over, Fields)):
-        return over
+    """`over` on top of `base`: mappings merge, everything else replaces."""
+    return merge_fields(base, over) if isinstance(base, Fields) and isinstance(over, Fields) else over
+
+
+def merge_fields(base: Fields, over: Fields) -> Fields:
+    """`over` on top of `base`, key by key; null takes the inherited value back."""
     entries = dict(base.entries)
     for key, entry in over.entries.items():
         inherited = entries.get(key)
