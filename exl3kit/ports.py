@@ -1,0 +1,65 @@
+"""Ports of a node: which are taken, and by whom, before anything is started or stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from exl3kit.deployment import LABEL
+from exl3kit.errors import ExitCode
+
+if TYPE_CHECKING:
+    from exl3kit.nodes import Node
+
+LISTENING = "0A"  # the state's code in /proc/net/tcp
+
+
+def require_free(node: Node, wanted: Iterable[int], *, spare: str) -> None:
+    """Refuse when a wanted port of the node is listened on by anything but the deployment `spare`, which makes way.
+
+    Raises `KitError` (preflight) that names the port and its owner.
+    """
+    taken = listening(node)
+    for port in wanted:
+        if port not in taken:
+            continue
+        deployment = deployment_on(node, port)
+        if deployment == spare:
+            continue
+        owner = f"deployment {deployment}" if deployment else owner_of(node, port)
+        raise node.error(
+            f"port {port} is in use",
+            why=f"by {owner}" if owner else None,
+            next_step="stop that, or choose another with `--set serve.port=...`",
+            code=ExitCode.PREFLIGHT,
+        )
+
+
+def listening(node: Node) -> set[int]:
+    """TCP ports that something on the node listens on."""
+    return parse(node.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout)
+
+
+def parse(table: str) -> set[int]:
+    """Listening ports of /proc/net/tcp and tcp6."""
+    ports = set()
+    for line in table.splitlines():
+        words = line.split()
+        if len(words) > 3 and words[3] == LISTENING:
+            ports.add(int(words[1].rpartition(":")[2], 16))
+    return ports
+
+
+def deployment_on(node: Node, port: int) -> str | None:
+    """The kit's own deployment whose API has this port on the node's engine."""
+    for container in node.engine.containers.list(filters={"label": f"{LABEL}port={port}"}, ignore_removed=True):
+        return str(container.labels[LABEL + "deployment"])
+    return None
+
+
+def owner_of(node: Node, port: int) -> str | None:
+    """The process that listens, in `ss`'s words, as far as the node's user may see."""
+    if node.run(["sh", "-c", "command -v ss"]).returncode != 0:
+        return None
+    words = node.run(["ss", "-Hltnp", f"sport = :{port}"]).stdout.split()
+    return words[-1] if words and words[-1].startswith("users:") else None
