@@ -16,13 +16,12 @@ class Place:
     """Where a value was written: a file (line and column count from 1), or an argument such as `--set` (line 0)."""
 
     source: str
-    line: int = 0
-    column: int = 0
+    line: int
+    column: int
 
     def __str__(self) -> str:
-        if self.line:
-            return f"{self.source}:{self.line}:{self.column}"
-        return f"{self.source} (column {self.column})" if self.column else self.source
+        source = printable(self.source)
+        return f"{source}:{self.line}:{self.column}" if self.line else f"{source} (column {self.column})"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class LocatedFault:
             "where": str(self.place),
             "file": self.place.source,
             "line": self.place.line or None,
-            "column": self.place.column or None,
+            "column": self.place.column,
             "what": self.what,
             "next": self.hint,
         }

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from exl3kit import geometry, paths, recipe_faults, yaml_source
 from exl3kit.errors import KitError
-from exl3kit.faults import LocatedFault, Place, RecipeError, did_you_mean
+from exl3kit.faults import LocatedFault, Place, RecipeError, did_you_mean, printable
 from exl3kit.recipe import Recipe
 from exl3kit.yaml_source import Entry, Fields, Node, Scalar
 
@@ -88,7 +88,7 @@ def locate(ref: str) -> Path:
     """The file of a reference: anything with a slash or a .yaml ending is a path, a bare word a shipped recipe."""
     path = _named(ref, Path())
     if isinstance(path, str):
-        raise KitError(path, where=ref, next_step=_nearest(ref))
+        raise KitError(path, where=printable(ref), next_step=_nearest(ref))
     return path
 
 
@@ -116,7 +116,7 @@ def _named(ref: str, directory: Path) -> Path | str:
         except RuntimeError:
             return f"{ref.partition('/')[0]} is no user of this machine"
     path = paths.RECIPES / f"{ref}.yaml"
-    return path if path.is_file() else f"no shipped recipe is called {ref!r}"
+    return path if _is_file(path) else f"no shipped recipe is called {ref!r}"
 
 
 def _is_file(path: Path) -> bool:
@@ -127,7 +127,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _bytes_of(path: Path) -> bytes:
-    source = display(path)
+    source = printable(display(path))
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -140,11 +140,11 @@ def _bytes_of(path: Path) -> bytes:
 
 def _parse(data: bytes, path: Path) -> tuple[Fields, list[LocatedFault]]:
     """One file's own tree; relative paths in it are made absolute."""
-    source = display(path)
-    tree, faults = yaml_source.read(yaml_source.decode(data, source), source)
+    origin = yaml_source.Origin(display(path))
+    tree, faults = yaml_source.read(yaml_source.decode(data, origin), origin)
     if tree is None or (isinstance(tree, Scalar) and tree.value is None):
         hint = "`kit recipe show demo` prints a whole one"
-        raise RecipeError([*faults, LocatedFault(Place(source, 1, 1), "the recipe is empty", hint)])
+        raise RecipeError([*faults, LocatedFault(origin.place(1, 1), "the recipe is empty", hint)])
     if not isinstance(tree, Fields):
         what = f"expected a mapping (key: value), found {recipe_faults.describe(tree)}"
         raise RecipeError([*faults, LocatedFault(tree.place, what)])

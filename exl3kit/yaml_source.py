@@ -32,6 +32,19 @@ _FORBIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Zs"}  # Unicode categories: control
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a text comes from: a file, or the end of an argument of which `offset` characters come before it."""
+
+    source: str
+    offset: int | None = None
+
+    def place(self, line: int, column: int) -> Place:
+        if self.offset is None:
+            return Place(self.source, line, column)
+        return Place(self.source, 0, column + self.offset)
+
+
+@dataclass(frozen=True)
 class Scalar:
     """A single value; `text` is what was written."""
 
@@ -142,32 +155,32 @@ def quoted(text: str) -> str:
     return '"' + visible(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
-def decode(data: bytes, source: str) -> str:
+def decode(data: bytes, origin: Origin) -> str:
     """The text of a file; RecipeError when it is too large, not UTF-8, or holds characters that nobody sees."""
     if len(data) > MAX_BYTES:
         what = f"expected a recipe of at most {MAX_BYTES >> 10} KiB, found {len(data):,} bytes"
-        raise RecipeError([LocatedFault(Place(source, 1, 1), what, "is this the right file?")])
+        raise RecipeError([LocatedFault(origin.place(1, 1), what, "is this the right file?")])
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise RecipeError([LocatedFault(Place(source, 1, 1), "expected UTF-8, found UTF-16", "save the file as UTF-8")])
+        raise RecipeError([LocatedFault(origin.place(1, 1), "expected UTF-8, found UTF-16", "save the file as UTF-8")])
     try:
         text = data.removeprefix(b"\xef\xbb\xbf").decode()
     except UnicodeDecodeError as error:
         before = data[: error.start].decode(errors="replace")
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         what = f"expected UTF-8, found the byte 0x{data[error.start]:02x}"
-        raise RecipeError([LocatedFault(Place(source, line, column), what, "save the file as UTF-8")]) from None
-    faults = [fault for number, line in enumerate(text.split("\n"), 1) for fault in _line_faults(source, number, line)]
+        raise RecipeError([LocatedFault(origin.place(line, column), what, "save the file as UTF-8")]) from None
+    faults = [fault for number, line in enumerate(text.split("\n"), 1) for fault in _line_faults(origin, number, line)]
     if faults:
         raise RecipeError(faults)
     return text
 
 
-def _line_faults(source: str, number: int, line: str) -> list[LocatedFault]:
+def _line_faults(origin: Origin, number: int, line: str) -> list[LocatedFault]:
     faults: list[LocatedFault] = []
     line = line.removesuffix("\r")
     indent = line[: len(line) - len(line.lstrip(" \t"))]
     if "\t" in indent and indent != line:
-        place = Place(source, number, indent.index("\t") + 1)
+        place = origin.place(number, indent.index("\t") + 1)
         what = "expected spaces as indentation, found a tab"
         faults.append(LocatedFault(place, what, "replace each tab by two spaces"))
     if line.isascii() and line.isprintable():
@@ -179,7 +192,7 @@ def _line_faults(source: str, number: int, line: str) -> list[LocatedFault]:
         name = unicodedata.name(character, "control character").lower()
         hint = "delete it, or write it as an escape in double quotes"
         faults.append(
-            LocatedFault(Place(source, number, column), f"found the invisible character {code} ({name})", hint)
+            LocatedFault(origin.place(number, column), f"found the invisible character {code} ({name})", hint)
         )
         break
     return faults
@@ -188,15 +201,15 @@ def _line_faults(source: str, number: int, line: str) -> list[LocatedFault]:
 class _Reader:
     """Builds the tree from parser events, collecting the faults that do not stop the parser."""
 
-    def __init__(self, text: str, source: str) -> None:
-        self.source = source
+    def __init__(self, text: str, origin: Origin) -> None:
+        self.origin = origin
         self.faults: list[LocatedFault] = []
         self.events: Iterator[Any] = iter(yaml.parse(text, Loader=yaml.SafeLoader))
         self.ahead: Any = None  # the event that was looked at but not taken
-        self.here = Place(source, 1, 1)  # start of the latest event, for errors that come without a mark
+        self.here = origin.place(1, 1)  # start of the latest event, for errors that come without a mark
 
     def place(self, mark: Any) -> Place:
-        return Place(self.source, mark.line + 1, mark.column + 1)
+        return self.origin.place(mark.line + 1, mark.column + 1)
 
     def fault(self, place: Place, what: str, hint: str | None = None) -> None:
         self.faults.append(LocatedFault(place, what, hint))
@@ -268,8 +281,8 @@ class _Reader:
                 self.fault(place, "found the merge key <<", "recipes share values through extends: only")
             elif key.value in entries:
                 first = entries[key.value].place
-                what = f"the key {key.value} is given twice, first at line {first.line}, column {first.column}"
-                self.fault(place, what, "remove one of the two")
+                at = f"line {first.line}, column {first.column}" if first.line else f"column {first.column}"
+                self.fault(place, f"the key {key.value} is given twice, first at {at}", "remove one of the two")
             else:
                 entries[key.value] = Entry(key.place, node)
         self.take()
@@ -291,9 +304,9 @@ _HINTS = {
 }
 
 
-def read(text: str, source: str) -> tuple[Node | None, list[LocatedFault]]:
+def read(text: str, origin: Origin) -> tuple[Node | None, list[LocatedFault]]:
     """The tree of a text (None if it is empty) and its faults; RecipeError when the parser cannot go on."""
-    reader = _Reader(text, source)
+    reader = _Reader(text, origin)
     try:
         return reader.document(), reader.faults
     except yaml.MarkedYAMLError as error:
@@ -311,29 +324,10 @@ def read(text: str, source: str) -> tuple[Node | None, list[LocatedFault]]:
 
 def read_inline(text: str, source: str, offset: int) -> tuple[Node, list[LocatedFault]]:
     """A one-line value whose first character is column `offset` + 1 of an argument called `source`."""
+    origin = Origin(source, offset)
     if "\n" in text or "\r" in text:
-        raise RecipeError([LocatedFault(Place(source.split("\n")[0], 0, offset + 1), "expected a value of one line")])
-
-    def shift(fault: LocatedFault) -> LocatedFault:
-        return replace(fault, place=Place(source, 0, fault.place.column + offset))
-
-    try:
-        tree, faults = read(decode(text.encode(errors="surrogateescape"), source), source)
-    except RecipeError as error:
-        raise RecipeError([shift(fault) for fault in error.faults]) from None
+        raise RecipeError([LocatedFault(origin.place(1, 1), "expected a value of one line")])
+    tree, faults = read(decode(text.encode(errors="surrogateescape"), origin), origin)
     if tree is None:
-        raise RecipeError([LocatedFault(Place(source, 0, offset + 1), "expected a value after =", "null unsets a key")])
-    return _shifted(tree, source, offset), [shift(fault) for fault in faults]
-
-
-def _shifted(node: Node, source: str, offset: int) -> Node:
-    place = Place(source, 0, node.place.column + offset)
-    if isinstance(node, Fields):
-        entries = {
-            key: Entry(Place(source, 0, entry.place.column + offset), _shifted(entry.node, source, offset))
-            for key, entry in node.entries.items()
-        }
-        return Fields(entries, place)
-    if isinstance(node, Items):
-        return Items(tuple(_shifted(item, source, offset) for item in node.items), place)
-    return replace(node, place=place)
+        raise RecipeError([LocatedFault(origin.place(1, 1), "expected a value after =", "null unsets a key")])
+    return tree, faults
