@@ -66,9 +66,11 @@ def link_slow(node: Node, mbit: float) -> None:
 
 
 def link_state(node: Node) -> str:
-    """`up`, `down` or `slow`."""
-    flags = int(Path(f"/sys/class/net/{node.veth}/flags").read_text(), 16)
-    if not flags & 1:
+    """`up`, `down` or `slow`; `missing` after an `up` that did not get so far."""
+    flags = Path(f"/sys/class/net/{node.veth}/flags")
+    if not flags.exists():
+        return "missing"
+    if not int(flags.read_text(), 16) & 1:
         return "down"
     return "slow" if "tbf" in run("tc", "qdisc", "show", "dev", node.veth).stdout else "up"
 

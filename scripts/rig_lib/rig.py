@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def up(options: Options, state: State, need_gb: float, install: bool) -> str:
         try:
             _make(options, state)
         except BaseException:
-            _remove(options, state)
+            with suppress(RigError):  # the first trouble is the one to tell; `down` tells of this one
+                _remove(options, state)
             raise
         return "up"
 
@@ -105,18 +108,37 @@ def down(state: State) -> str:
 
 
 def _remove(options: Options | None, state: State) -> None:
-    disks = Path(options.disk_dir if options else default_disk_dir())
-    node.kill(None)
-    node.kill_all(network.namespace_processes())
-    network.close_firewall()
-    network.stop_forwarding(state.folder / "forwarding")
-    network.remove()
-    cgroups.remove()
+    """Undo `_make` and whatever happened since. Every step runs, also after one that failed.
+
+    Raises:
+        RigError: with all that went wrong; the state is kept then, so that `down` can be tried again.
+    """
+    disks = Path(options.disk_dir) if options else default_disk_dir()
+    steps: list[Callable[[], None]] = [
+        lambda: node.kill(None),
+        lambda: node.kill_all(network.namespace_processes()),
+        network.close_firewall,
+        lambda: network.stop_forwarding(state.folder / "forwarding"),
+        network.remove,
+        cgroups.remove,
+        lambda: _remove_disks(disks),
+    ]
+    troubles = []
+    for step in steps:
+        try:
+            step()
+        except (RigError, OSError) as error:
+            troubles.append(str(error))
+    if troubles:
+        raise RigError(f"the rig is not all gone, run `rig down` again: {'; '.join(troubles)}")
+    run("rm", "-rf", str(state.folder))
+
+
+def _remove_disks(disks: Path) -> None:
     for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
         if line.split()[4].startswith(f"{disks}/"):
             run("umount", line.split()[4])
-    for folder in (disks, state.folder):
-        run("rm", "-rf", "--one-file-system", str(folder))
+    run("rm", "-rf", "--one-file-system", str(disks))
 
 
 def default_disk_dir() -> Path:
