@@ -9,6 +9,7 @@ class ExitCode(IntEnum):
     """Exit codes of every verb; scripts may rely on them."""
 
     OK = 0
+    FAULT = 1  # an exception that nobody expected: a bug of the kit, never a verdict
     USAGE = 2
     PREFLIGHT = 3
     BUILD = 4

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -27,12 +28,35 @@ app.add_typer(verify.app, name="verify")
 
 
 def main() -> None:
-    """Run one verb and leave with its exit code; a `KitError` becomes a sentence, never a traceback."""
+    """Run one verb and leave with its exit code; whatever goes wrong becomes a sentence, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a verb
+    raise SystemExit(_run(as_json="--json" in sys.argv))
+
+
+def _run(*, as_json: bool) -> int:
     try:
-        app()
+        # Not standalone: there typer prints usage faults itself, past --json.
+        status = app(prog_name="kit", standalone_mode=False)
     except KitError as error:
-        output.refuse(error, as_json="--json" in sys.argv)
-        raise SystemExit(int(error.code)) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+        return output.refuse(error, as_json=as_json)
+    except typer.TyperException as error:
+        return _misused(error, as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        status = int(ExitCode.INTERRUPTED)
+    except Exception as error:
+        from exl3kit.cli import crash
+
+        return output.refuse(crash.report(error), as_json=as_json)
+    if status == ExitCode.INTERRUPTED:
+        return output.refuse(KitError("interrupted", code=ExitCode.INTERRUPTED), as_json=as_json)
+    return status if isinstance(status, int) else 0
+
+
+def _misused(error: typer.TyperException, *, as_json: bool) -> int:
+    """A verb, option or argument that does not exist; typer's own words say which, and what was meant."""
+    if as_json:
+        output.emit(KitError(error.format_message(), next_step="kit --help").as_json())
+    getattr(error, "show", lambda: print(error.format_message(), file=sys.stderr))()
+    return int(ExitCode.USAGE)

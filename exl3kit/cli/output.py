@@ -25,8 +25,9 @@ def emit(fields: Mapping[str, object]) -> None:
     print(json.dumps(fields, indent=2, sort_keys=True, default=str))
 
 
-def refuse(error: KitError, *, as_json: bool) -> None:
-    """Say why the kit stops: a sentence on stderr, and the same as JSON on stdout when asked."""
+def refuse(error: KitError, *, as_json: bool) -> int:
+    """Say why the kit stops: a sentence on stderr, and the same as JSON on stdout when asked; returns the exit code."""
     if as_json:
         emit(error.as_json())
     print(f"kit: {error}", file=sys.stderr)
+    return int(error.code)

@@ -69,11 +69,13 @@ def check(
 
 
 def _print_verdicts(verdicts: list[Verdict]) -> None:
+    from exl3kit.faults import printable
+
     for verdict in verdicts:
         if verdict.ok:
-            print(f"ok       {verdict.ref}")
+            print(f"ok       {printable(verdict.ref)}")
         else:
-            print(f"invalid  {verdict.ref}")
+            print(f"invalid  {printable(verdict.ref)}")
             for line in verdict.lines():
                 print(f"  {line}")
 
