@@ -281,9 +281,22 @@ def save(demo: Demo, model: nn.Module, directory: Path) -> None:
         "demo": REMARK,
     }
     write_json(directory / "config.json", {**demo.config, "quantization_config": quantisation})
+    write_json(directory / "quantization_config.json", {**quantisation, "tensor_storage": inventory(tensors)})
     write_json(directory / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 1, "do_sample": False})
     pairs = [{"question": question, "answer": answer} for question, answer in demo.questions.items()]
     write_json(directory / "questions.json", pairs)
+
+
+def inventory(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What was stored for each module, as exllamav3's converter lists it."""
+    modules: dict[str, Any] = {}
+    for name, value in tensors.items():
+        stored = {"shape": list(value.shape), "n_bytes": value.nbytes, "dtype": str(value.dtype)}
+        module = modules.setdefault(name.rpartition(".")[0], {"stored_tensors": {}})
+        module["stored_tensors"][name] = stored
+        if name.endswith(".trellis"):
+            module.update(quant_format="exl3", bits_per_weight=value.shape[-1] // 16, mcg_multiplier=0xCBAC1FED)
+    return modules
 
 
 def check(directory: Path) -> float:

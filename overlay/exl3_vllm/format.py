@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exl3_vllm.errors import CheckpointError
+from exl3_vllm.inventory import check_inventory
 
 BLOCK = 128
 """Rows (or columns) that one Hadamard block mixes: every cut and every padded size is a multiple of it."""
@@ -200,12 +201,13 @@ class Checkpoint:
 
         Raises
         ------
-        CheckpointError: no shard, a missing or damaged one, an index that disagrees with the shards, or tensors that
-            form no valid trellis matrix. The message names the file or the tensor.
+        CheckpointError: no shard, a missing or damaged one, an index or a converter's list that disagrees with the shards,
+            or tensors that form no valid trellis matrix. The message names the file or the tensor.
         """
         directory = Path(directory)
         index = directory / "model.safetensors.index.json"
         entries = _read_indexed(index) if index.exists() else _read_all(directory)
+        check_inventory(directory, entries)
         return cls(directory, entries)
 
     @cached_property
