@@ -222,6 +222,7 @@ BROKEN = {
     "misspelt flag": (GOOD + "serve: {env: {EXL3_FAT_KERNAL: §1}}\n", ["(did you mean EXL3_FAT_KERNEL?)"]),
     "row tile": (GOOD + "serve: {env: {EXL3_MOE_ROW_TILE: §x}}\n", ["expected a number of rows"]),
     "name that no process can have": (GOOD + "serve: {env: {A-B: §x}}\n", ["a name of letters, digits"]),
+    "value of two lines": (GOOD + 'serve: {env: {X: §"a\\nb"}}\n', ["serve.env.X: expected a value of one line"]),
     "two doors to the tier": (
         GOOD + "exl3: {tier: sorted}\nserve: {env: {EXL3_FAT_SORTED: §1}}\n",
         ["EXL3_FAT_SORTED and exl3.tier say the same thing"],
