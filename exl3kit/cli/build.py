@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import output
+from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
     from exl3kit.lock import Lock
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def build(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a path.")],
+    recipe: args.RecipeArg,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built; needs no engine.")] = False,
     explain: Annotated[
         str | None, typer.Option(metavar="OLD", help="Say which inputs changed since OLD: a stamp or a lock file.")
     ] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    sets: args.SetOption = None,
+    as_json: args.JsonOption = False,
 ) -> None:
     """Build the image of a recipe; nothing to do when its stamp is there already."""
     from exl3kit import lock as locks

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import output
+from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
     from exl3kit.recipe import Recipe
 
 
 def lock(
-    recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a path.")],
+    recipe: args.RecipeArg,
     update: Annotated[
         bool, typer.Option("--update", help="Look up versions, wheels and digests, and write them.")
     ] = False,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+    sets: args.SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the lock itself.")] = False,
 ) -> None:
     """Show every input of a recipe's image; its sha256 is the stamp."""
