@@ -73,6 +73,7 @@ class Deployment:
     ranks: tuple[Rank, ...]
     bridge: bool  # all ranks on one engine, on a network of their own; else the hosts' network
     port: int
+    rendezvous: int | None  # port of the head that the other ranks connect to, where it is a port of the host
     publish: str  # address of the head that the API listens on
     gpu: bool
     rdma: bool
@@ -86,6 +87,11 @@ class Deployment:
     def nodes(self) -> list[str]:
         """Distinct node names, head first."""
         return list(dict.fromkeys(rank.node for rank in self.ranks))
+
+    @property
+    def ports(self) -> list[int]:
+        """Ports that the deployment takes on the head's node, the API's first."""
+        return [self.port] if self.rendezvous is None else [self.port, self.rendezvous]
 
     def on(self, node: str) -> list[Rank]:
         return [rank for rank in self.ranks if rank.node == node]
@@ -101,7 +107,7 @@ class Deployment:
             "stamp": self.stamp,
             "spec": self.spec,
             "model": self.served_name,
-            "port": str(self.port),
+            "ports": ",".join(str(port) for port in self.ports),
         }
         return {LABEL + key: value for key, value in fields.items()}
 
@@ -181,6 +187,7 @@ def plan(
         ranks=tuple(ranks),
         bridge=bridge,
         port=recipe.serve.port,
+        rendezvous=None if bridge else rendezvous_port(recipe),
         publish=publish,
         gpu=not recipe.image.on_cpu,
         rdma=recipe.fabric.require == "rdma",
@@ -221,7 +228,7 @@ def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[st
         argv += ["--enable-expert-parallel"]
     if parallel.nodes > 1:
         argv += ["--nnodes", str(parallel.nodes), "--node-rank", str(rank)]
-        argv += ["--master-addr", master, "--master-port", str(master_port(recipe))]
+        argv += ["--master-addr", master, "--master-port", str(rendezvous_port(recipe))]
     for option, value in (
         ("--max-num-batched-tokens", serve.max_num_batched_tokens),
         ("--max-model-len", serve.max_model_len),
@@ -241,7 +248,7 @@ def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[st
     return argv + (["--host", listen, "--port", str(serve.port)] if rank == 0 else ["--headless"])
 
 
-def master_port(recipe: Recipe) -> int:
+def rendezvous_port(recipe: Recipe) -> int:
     """Port of the rendezvous: 10000 from the API's, so that two deployments with two API ports never meet."""
     port = recipe.serve.port
     return port + 10000 if port + 10000 <= 65535 else port - 10000

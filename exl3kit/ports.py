@@ -51,9 +51,10 @@ def parse(table: str) -> set[int]:
 
 
 def deployment_on(node: Node, port: int) -> str | None:
-    """The kit's own deployment whose API has this port on the node's engine."""
-    for container in node.engine.containers.list(filters={"label": f"{LABEL}port={port}"}, ignore_removed=True):
-        return str(container.labels[LABEL + "deployment"])
+    """The kit's own deployment that runs on the node's engine and has this port."""
+    for container in node.engine.containers.list(filters={"label": LABEL + "ports"}, ignore_removed=True):
+        if str(port) in container.labels[LABEL + "ports"].split(","):
+            return str(container.labels[LABEL + "deployment"])
     return None
 
 

@@ -155,8 +155,7 @@ def prepare(ground: Ground, progress: Progress) -> None:
 
 def check_ports(ground: Ground, deployment: Deployment) -> None:
     """Refuse a taken port before anything that runs is stopped."""
-    wanted = [deployment.port] if deployment.bridge else [deployment.port, plans.master_port(ground.recipe)]
-    ports.require_free(ground.nodes[0], wanted, spare=deployment.name)
+    ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
 
 
 def api_key(recipe: Recipe) -> str | None:

@@ -34,7 +34,7 @@ def status(nodes: Sequence[Node], deployment: str | None = None) -> list[dict[st
                 "model": first.label("model"),
                 "stamp": first.label("stamp"),
                 "generation": first.label("generation"),
-                "port": int(first.label("port") or 0),
+                "port": int(first.label("ports").partition(",")[0]),
                 "state": state([rank for _, rank in pairs], expected=int(first.label("ranks") or 1)),
                 "ranks": [rank for _, rank in pairs],
             }
