@@ -35,7 +35,7 @@ class Host(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}$")]
     ssh: Annotated[str, Field(pattern=rf"^{_DESTINATION.pattern}$")] | None = None
     address: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]+$")] | None = None
-    engine: Annotated[str, Field(pattern=r"^/[^\0:]+$")] = ENGINE_SOCKET
+    engine: Annotated[str, Field(pattern=r"^/[^:]+$")] = ENGINE_SOCKET
 
     @property
     def is_local(self) -> bool:

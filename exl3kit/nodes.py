@@ -53,6 +53,16 @@ class Node:
         finally:
             client.close()
 
+    def free_bytes(self) -> int:
+        """Free bytes on the disk that holds the engine's data; raises `KitError` when the node cannot tell."""
+        folder = str(self.engine.info()["DockerRootDir"])
+        done = self.run(["df", "-P", "-B1", folder])
+        try:
+            return int(done.stdout.splitlines()[1].split()[3])
+        except (IndexError, ValueError) as error:
+            said = done.stderr.strip() or done.stdout.strip() or "nothing"
+            raise self.error("the free disk space is not known", why=f"df {folder} says: {said}") from error
+
     def error(self, what: str, *, why: str | None = None, next_step: str | None = None,
               code: ExitCode = ExitCode.UNREACHABLE) -> KitError:  # fmt: skip
         """A `KitError` that names this node."""

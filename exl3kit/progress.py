@@ -216,4 +216,4 @@ class Progress:
     def _print(self, mark: str, *parts: str) -> None:
         from rich.markup import escape
 
-        self.console.print(mark + "".join(escape(part) for part in parts))
+        self.console.print(mark + "".join(escape(part) for part in parts), emoji=False)

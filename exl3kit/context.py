@@ -1,0 +1,168 @@
+"""Build contexts: what a builder gets to see, as a tar that is the same for the same inputs.
+
+Every file is read once, checked against the lock while it is read, and written with fixed owner, mode and time. So a
+builder's cache keys on content alone, and a file that changes between lock and build stops the build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from exl3kit import paths
+from exl3kit.errors import ExitCode, KitError
+
+if TYPE_CHECKING:
+    from exl3kit.lock import Lock
+    from exl3kit.pins import Wheel
+    from exl3kit.progress import Stage
+
+INSTALLER = "uv"  # the wheel that installs the others; it stays out of the image
+REQUIREMENTS = "requirements.txt"
+DOCKERFILE = "Dockerfile"
+FILE_TIME = 1_700_000_000  # of every file in every context; builders look at content
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of a context: its name there, its content or where that lies, and the sha256 it must have."""
+
+    name: str
+    source: Path | bytes
+    sha256: str | None = None
+    executable: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+
+
+def requirements(wheels: Sequence[Wheel]) -> str:
+    """The wheels of the image as hash-checked requirement lines."""
+    return "".join(f"{w.requirement} --hash=sha256:{w.sha256}\n" for w in wheels if w.name != INSTALLER)
+
+
+def for_environment(lock: Lock, wheels: Sequence[Wheel], house: Path) -> list[Entry]:
+    """The context of the Dockerfile's stages up to `environment`: no file of the overlay."""
+    return [
+        Entry(DOCKERFILE, environment_part(_dockerfile(lock)).encode()),
+        Entry(REQUIREMENTS, requirements(wheels).encode()),
+        *(Entry(f"wheels/{w.filename}", house / str(w.filename), w.sha256) for w in wheels),
+    ]
+
+
+def for_image(lock: Lock, repo: Path = paths.REPO) -> list[Entry]:
+    """The context of the Dockerfile's last stage: the lock's files, no wheels."""
+    files = [Entry(f.path, repo / f.path, f.sha256, f.executable) for f in lock.files if f.path != DOCKERFILE]
+    return [Entry(DOCKERFILE, image_part(_dockerfile(lock, repo)).encode()), *files]
+
+
+# ---- the Dockerfile's halves -----------------------------------------------------------------------------------------
+# The classic builder runs every stage before its target, used or not, so each half is a Dockerfile of its own.
+
+_LAST_STAGE = "FROM ${ENVIRONMENT} AS image"
+
+
+def environment_part(text: str) -> str:
+    """The Dockerfile without its last stage."""
+    return text.partition(f"\n{_LAST_STAGE}")[0] + "\n"
+
+
+def image_part(text: str) -> str:
+    """The Dockerfile's global arguments and its last stage."""
+    arguments = [line for line in text.partition("\nFROM ")[0].splitlines() if line.startswith("ARG ")]
+    return "\n".join([*arguments, _LAST_STAGE + text.partition(_LAST_STAGE)[2]])
+
+
+def _dockerfile(lock: Lock, repo: Path = paths.REPO) -> str:
+    locked = next(f for f in lock.files if f.path == DOCKERFILE)
+    content = (repo / DOCKERFILE).read_bytes()
+    _check(Entry(DOCKERFILE, content, locked.sha256), hashlib.sha256(content).hexdigest())
+    return content.decode()
+
+
+# ---- the tar ---------------------------------------------------------------------------------------------------------
+
+
+def write(entries: Sequence[Entry], out: IO[bytes], stage: Stage | None = None) -> None:
+    """Write the context as a tar, sorted by name.
+
+    Raises `KitError` (build) when a file is not the locked one.
+    """
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            member = tarfile.TarInfo(entry.name)
+            member.size, member.mtime = entry.size, FILE_TIME
+            member.mode = 0o755 if entry.executable else 0o644
+            with _opened(entry) as source:
+                reader = _Hashing(source, stage)
+                archive.addfile(member, reader)
+            _check(entry, reader.digest)
+
+
+@contextmanager
+def streamed(entries: Sequence[Entry], stage: Stage | None = None) -> Iterator[IO[bytes]]:
+    """The context's tar as a readable stream, written by a thread; its failure is raised when the block ends."""
+    reading, writing = os.pipe()
+    failures: list[BaseException] = []
+
+    def fill() -> None:
+        with suppress(BrokenPipeError), os.fdopen(writing, "wb", buffering=_PIECE) as out:
+            try:
+                write(entries, out, stage)
+            except BrokenPipeError:
+                return  # the builder gave up; it says why
+            except BaseException as error:
+                failures.append(error)
+
+    filler = threading.Thread(target=fill, name="context", daemon=True)
+    filler.start()
+    try:
+        with os.fdopen(reading, "rb", buffering=_PIECE) as stream:
+            yield stream
+    finally:
+        filler.join()
+        if failures:
+            raise failures[0]
+
+
+class _Hashing:
+    """A file that hashes what is read from it and counts it for the stage."""
+
+    def __init__(self, source: IO[bytes], stage: Stage | None) -> None:
+        self._source, self._stage, self._hash = source, stage, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._source.read(size)
+        self._hash.update(piece)
+        if self._stage is not None:
+            self._stage.advance(len(piece))
+        return piece
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _opened(entry: Entry) -> IO[bytes]:
+    return io.BytesIO(entry.source) if isinstance(entry.source, bytes) else entry.source.open("rb")
+
+
+def _check(entry: Entry, digest: str) -> None:
+    if entry.sha256 is not None and digest != entry.sha256:
+        raise KitError(
+            f"{entry.name} is not the file that was locked",
+            where="build context",
+            why=f"sha256 {digest[:12]}, locked is {entry.sha256[:12]}: it changed meanwhile",
+            next_step="run the same command again",
+            code=ExitCode.BUILD,
+        )
