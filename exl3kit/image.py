@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import builders, context, paths, pins, rootfs, wheels
+from exl3kit import builders, context, paths, pins, rootfs, transfer, wheels
 from exl3kit import lock as locks
+from exl3kit.built_image import LOCK, REPOSITORY, STAMP, BuiltImage, described, find
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from docker.models.images import Image
 
     from exl3kit.lock import Lock
     from exl3kit.nodes import Node
     from exl3kit.progress import Progress
     from exl3kit.recipe import Recipe
 
-STAMP = "io.exl3kit.stamp"
-LOCK = "io.exl3kit.lock"
 BASE = "io.exl3kit.base"
 ENVIRONMENT = "io.exl3kit.environment"
-SOURCE = "exl3kit"
 MACHINES = {"x86_64": "linux/amd64", "amd64": "linux/amd64", "aarch64": "linux/arm64", "arm64": "linux/arm64"}
 
 # Unpacked wheels are 4.5 times their size, and a build holds them twice (installing, and copied) beside the context.
@@ -39,31 +35,24 @@ ROOM_PER_WHEEL_BYTE = 12
 ROOM_FOR_THE_REST = 500_000_000
 
 
-@dataclass(frozen=True)
-class BuiltImage:
-    """An image that is there: its fixed tag, stamp (64 hex), root-fs layers and size in bytes.
+def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progress) -> BuiltImage:
+    """The recipe's image, the same on every node: built on the first unless some node has it, then copied.
 
-    Two engines hold the same image when `stamp` and `layers` agree; `.Id` differs from store to store.
+    Two builds of one stamp may differ in the times of their files, so a node whose layers differ gets a copy too.
+    Raises `KitError` as `build` and `transfer.spread` do.
     """
-
-    tag: str
-    stamp: str
-    layers: tuple[str, ...]
-    size: int
-
-
-def find(node: Node, stamp: str) -> BuiltImage | None:
-    """The image with this stamp on the node's engine, or None."""
-    for image in node.engine.images.list(filters={"label": f"{STAMP}={stamp}"}):
-        for tag in image.tags:
-            if tag.startswith("exl3kit:"):
-                return _described(image, f"exl3kit:{stamp[:12]}" if f"exl3kit:{stamp[:12]}" in image.tags else tag)
-    return None
-
-
-def _described(image: Image, tag: str) -> BuiltImage:
-    layers = tuple(image.attrs["RootFS"].get("Layers") or ())
-    return BuiltImage(tag, image.labels.get(STAMP, ""), layers, int(image.attrs["Size"]))
+    with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
+        there = list(pool.map(lambda node: find(node, lock.stamp), nodes))
+    source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), nodes[0])
+    built = build(recipe, lock, source, progress=progress)
+    lacking = [node for node in nodes if (image := find(node, lock.stamp)) is None or not image.same_content(built)]
+    for node in lacking:
+        check_platform(node, lock.data["platform"])
+    if lacking:
+        transfer.spread(source, lacking, built, progress=progress)
+    for node in nodes:
+        _move_tag(node, built, recipe.name)
+    return built
 
 
 def changes(node: Node, recipe: Recipe, lock: Lock) -> list[str] | None:
@@ -126,13 +115,13 @@ def verify(node: Node, lock: Lock) -> BuiltImage:
     if wrong:
         node.engine.images.remove(lock.tag)
         raise node.error("the built image is not what was locked", why=", ".join(wrong), code=ExitCode.VERIFICATION)
-    return _described(image, lock.tag)
+    return described(image, lock.tag)
 
 
 def _move_tag(node: Node, built: BuiltImage, name: str) -> None:
     image = node.engine.images.get(built.tag)
     if f"exl3kit:{name}" not in image.tags:
-        image.tag("exl3kit", name)
+        image.tag(REPOSITORY, name)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -149,7 +138,7 @@ def labels(lock: Lock) -> dict[str, str]:
     return {
         STAMP: lock.stamp,
         LOCK: lock.canonical().decode(),
-        "org.opencontainers.image.title": SOURCE,
+        "org.opencontainers.image.title": REPOSITORY,
         "org.opencontainers.image.description": "vLLM with the EXL3 plugin",
         "org.opencontainers.image.version": lock.short,
         "org.opencontainers.image.licenses": "Apache-2.0",
