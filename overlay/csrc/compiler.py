@@ -167,8 +167,8 @@ def _torch_identity(include: Path) -> str:
     return units.digest(sorted((include / "torch/csrc/stable").rglob("*.h")))
 
 
-def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path) -> Built:
-    """The object of ``job``, from the cache or compiled. Raises BuildError with the compiler's words."""
+def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path, threads: int) -> Built:
+    """The object of ``job``, from the cache or compiled on ``threads`` cores; BuildError has the compiler's words."""
     key = object_key(job, request, tools)
     target = cache / "objects" / key[:2] / f"{key}.o"
     report = target.with_suffix(".json")
@@ -177,7 +177,8 @@ def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path) -> 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / "unit.o"
-        argv = [*compile_argv(job, request, tools), "-o", str(fresh)]
+        side_by_side = ["--threads", str(threads)] if job.unit.path.suffix == ".cu" else []
+        argv = [*compile_argv(job, request, tools), *side_by_side, "-o", str(fresh)]
         began = time.monotonic()
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": scratch})
         seconds = time.monotonic() - began
@@ -194,8 +195,11 @@ def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path) -> 
 def compile_all(jobs: list[units.Job], request: Request, tools: Tools, cache: Path, workers: int) -> list[Built]:
     """Compile ``jobs`` on ``workers`` cores, telling progress on stderr. Raises BuildError with every fault found."""
     built: list[Built] = []
+    # One slow unit alone would leave cores idle, so it compiles its targets side by side.
+    slow = sum(job.rate is not None for job in jobs)
+    threads = max(1, workers // max(1, slow))
     with ThreadPoolExecutor(workers) as pool:
-        waiting = {pool.submit(compile_job, job, request, tools, cache): job for job in jobs}
+        waiting = {pool.submit(compile_job, job, request, tools, cache, threads): job for job in jobs}
         try:
             for done in as_completed(waiting):
                 built.append(done.result())
