@@ -6,21 +6,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import output
+from exl3kit.cli.args import JsonOption, RecipeArg, SetOption
 
 if TYPE_CHECKING:
+    from exl3kit.built_image import BuiltImage
     from exl3kit.lock import Lock
     from exl3kit.recipe import Recipe
 
 
 def build(
-    recipe: args.RecipeArg,
+    recipe: RecipeArg,
+    node: Annotated[
+        str, typer.Option("--node", metavar="NAME", help="Build on this node's engine (an ssh name) instead of here.")
+    ] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built; needs no engine.")] = False,
     explain: Annotated[
-        str | None, typer.Option(metavar="OLD", help="Say which inputs changed since OLD: a stamp or a lock file.")
+        bool, typer.Option("--explain", help="Say which inputs changed since the recipe's image there; build nothing.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="OLD", help="With --dry-run: what changed since OLD, a stamp or a lock file.")
     ] = None,
-    sets: args.SetOption = None,
-    as_json: args.JsonOption = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Build anew what is there already.")] = False,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Build the image of a recipe; nothing to do when its stamp is there already."""
     from exl3kit import lock as locks
@@ -28,19 +37,83 @@ def build(
 
     loaded = recipes.load(recipe, sets or [])
     lock = locks.make_lock(loaded)
-    changes = locks.explain(locks.recall(explain), lock.data) if explain is not None else None
+    changes = locks.explain(locks.recall(since), lock.data) if since is not None else None
     locks.remember(lock)
+    if dry_run or since is not None:
+        _show_plan(loaded, lock, changes, since, as_json=as_json)
+    elif explain:
+        _explain(loaded, lock, node, as_json=as_json)
+    else:
+        _build(loaded, lock, node, cache=not no_cache, as_json=as_json)
+
+
+def _show_plan(recipe: Recipe, lock: Lock, changes: list[str] | None, since: str | None, *, as_json: bool) -> None:
     if as_json:
-        output.emit(summary(loaded, lock, changes))
+        output.emit(summary(recipe, lock, changes))
         return
     console = output.console()
     console.print(f"stamp {lock.stamp}")
     console.print(f"tag   {lock.tag}")
     console.print(f"from  {described(lock)}")
     if changes is not None:
-        console.print(f"since {explain}: " + ("nothing changed" if not changes else f"{len(changes)} input(s) changed"))
+        console.print(f"since {since}: " + ("nothing changed" if not changes else f"{len(changes)} input(s) changed"))
         for change in changes:
             console.print(f"  {change}")
+
+
+def _explain(recipe: Recipe, lock: Lock, node: str, *, as_json: bool) -> None:
+    from exl3kit import image, nodes
+
+    with nodes.open_nodes(node) as opened:
+        changes = image.changes(opened[0], recipe, lock)
+    if as_json:
+        output.emit({**summary(recipe, lock, changes), "image": changes is not None})
+        return
+    console = output.console()
+    if changes is None:
+        console.print(f"{node} has no image of {recipe.name} yet: all of it would be built")
+    elif not changes:
+        console.print(f"{node} has the image of this very tree, {lock.tag}: nothing would be built")
+    for change in changes or []:
+        console.print(change)
+
+
+def _build(recipe: Recipe, lock: Lock, node: str, *, cache: bool, as_json: bool) -> None:
+    from exl3kit import image, nodes
+    from exl3kit.progress import Progress
+
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    with nodes.open_nodes(node) as opened:
+        changes = image.changes(opened[0], recipe, lock)
+        for change in (changes or [])[:5]:
+            progress.tell(f"since the last image: {change}")
+        built = image.build(recipe, lock, opened[0], progress=progress, cache=cache)
+    if as_json:
+        output.emit(_result(recipe, lock, built, node, changes, progress.seconds, progress.total_seconds))
+    elif len(progress.timings) > 1:
+        progress.summary()
+
+
+def _result(
+    recipe: Recipe,
+    lock: Lock,
+    built: BuiltImage,
+    node: str,
+    changes: list[str] | None,
+    stages: dict[str, float],
+    seconds: float,
+) -> dict[str, object]:
+    """What a build prints as JSON."""
+    return {
+        **summary(recipe, lock, changes),
+        "node": node,
+        "layers": list(built.layers),
+        "size": built.size,
+        "built": "image" in stages and stages["image"] > 0,
+        "stages": stages,
+        "seconds": round(seconds, 2),
+    }
 
 
 def summary(recipe: Recipe, lock: Lock, changes: list[str] | None) -> dict[str, object]:
