@@ -25,7 +25,7 @@ def demo(
 ) -> None:
     """Build the demo image, serve a dense and a MoE model on two ranks each, check every answer, clean up; no GPU."""
     from exl3kit import demo as demos
-    from exl3kit import engine
+    from exl3kit import engine_setup
     from exl3kit.nodes import open_nodes
     from exl3kit.progress import Progress
 
@@ -33,7 +33,7 @@ def demo(
     progress = Progress(console)
     with (
         stoppable(),
-        engine.ensured(install=install_engine, keep=keep, progress=progress),
+        engine_setup.ensured(install=install_engine, keep=keep, progress=progress),
         open_nodes("local") as nodes,
     ):
         outcome = demos.run(nodes[0], progress, keep=keep)
