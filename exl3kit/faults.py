@@ -10,6 +10,8 @@ from exl3kit.errors import KitError
 
 Key = str | int
 
+MOST_FAULTS = 50
+
 
 @dataclass(frozen=True, order=True)
 class Place:
@@ -62,20 +64,28 @@ class LocatedFault:
 
 
 class RecipeError(KitError):
-    """A recipe that is refused, with every fault that was found in it, sorted by place."""
+    """A recipe that is refused, with the faults that were found in it, sorted by place.
+
+    `faults` holds the first `MOST_FAULTS` of `count`: a model file given by mistake has tens of thousands.
+    """
 
     def __init__(self, faults: Sequence[LocatedFault]) -> None:
-        self.faults = sorted(set(faults), key=lambda fault: (fault.place, fault.what))
-        first = self.faults[0]
+        found = sorted(set(faults), key=lambda fault: (fault.place, fault.what))
+        self.count, self.faults = len(found), found[:MOST_FAULTS]
+        first = found[0]
         super().__init__(first.what, where=str(first.place), next_step=first.hint)
 
+    def lines(self) -> list[str]:
+        """One line per fault, and one that counts those left out."""
+        left_out = self.count - len(self.faults)
+        return [*map(str, self.faults), *([f"… and {left_out} more"] if left_out else [])]
+
     def __str__(self) -> str:
-        if len(self.faults) == 1:
-            return str(self.faults[0])
-        return "\n  ".join([f"{len(self.faults)} faults in the recipe", *map(str, self.faults)])
+        lines = self.lines()
+        return lines[0] if self.count == 1 else "\n  ".join([f"{self.count} faults in the recipe", *lines])
 
     def as_json(self) -> dict[str, object]:
-        return {**super().as_json(), "faults": [fault.as_json() for fault in self.faults]}
+        return {**super().as_json(), "count": self.count, "faults": [fault.as_json() for fault in self.faults]}
 
 
 def printable(text: str, most: int = 600) -> str:

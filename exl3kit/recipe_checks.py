@@ -40,7 +40,7 @@ class Verdict:
     def lines(self) -> list[str]:
         """Each fault as one line."""
         if isinstance(self.error, RecipeError):
-            return [str(fault) for fault in self.error.faults]
+            return self.error.lines()
         return str(self.error).splitlines() if self.error else []
 
     def as_json(self) -> dict[str, object]:

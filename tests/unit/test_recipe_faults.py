@@ -318,6 +318,13 @@ def test_every_fault_is_one_line_with_file_line_and_column(tmp_path: Path) -> No
         assert line.strip().startswith(f"{path}:{number}:")
 
 
+def test_a_file_full_of_faults_is_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipes.load(str(write(tmp_path, GOOD + "".join(f"key{number}: 1\n" for number in range(70)))))
+    head, *lines = str(caught.value).splitlines()
+    assert (head, len(lines), lines[-1].strip()) == ("70 faults in the recipe", 51, "… and 20 more")
+
+
 @pytest.mark.parametrize(
     ("data", "line", "column", "said"),
     [
