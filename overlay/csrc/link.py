@@ -28,17 +28,20 @@ def abi_number(source: Path) -> int:
 
 def manifest(built: list[Built], request: Request, tools: Tools) -> dict[str, Any]:
     """What the library claims of itself; embedded in it, and the claim that `exl3_vllm.symbols` checks."""
-    ops: dict[str, dict[str, Any]] = {}
+    ops: dict[str, list[str]] = {}
     kernels: list[dict[str, Any]] = []
     for one in built:
         unit = one.job.unit
         for op in unit.ops:
-            entry = ops.setdefault(op, {"units": []})
-            if unit.name not in entry["units"]:
-                entry["units"].append(unit.name)
+            if unit.name not in ops.setdefault(op, []):
+                ops[op].append(unit.name)
         names = sorted({use.kernel for use in one.uses})
         if names:
             kernels.append({"unit": unit.name, "rate": one.job.rate, "codebook": one.job.codebook, "names": names})
+    with_kernels = {group["unit"] for group in kernels}
+    for op, names in ops.items():
+        if not with_kernels & set(names):
+            raise BuildError(f"op {op}: no kernel in {', '.join(names)}; next: name it in the .cu that has its kernels")
     used = {path for one in built for path in units.sources(one.job.unit.path)}
     return {
         "manifest": 1,

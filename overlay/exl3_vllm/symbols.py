@@ -156,7 +156,7 @@ def _check_exports(library: Library, asked: Request) -> list[Finding]:
 
 
 def _kernels_of(library: Library, symbol: str) -> set[str]:
-    units = set(library.manifest.get("ops", {}).get(symbol, {}).get("units", ()))
+    units = set(library.manifest.get("ops", {}).get(symbol, ()))
     groups = library.manifest.get("kernels", ())
     return {name for group in groups if group["unit"] in units for name in group["names"]}
 
@@ -221,7 +221,7 @@ def _claimed(library: Library, asked: Request) -> list[str]:
 
 def _ops_of(library: Library, kernel: str) -> list[str]:
     units = {group["unit"] for group in library.manifest.get("kernels", ()) if kernel in group["names"]}
-    return sorted(op for op, served in library.manifest.get("ops", {}).items() if units & set(served["units"]))
+    return sorted(op for op, served in library.manifest.get("ops", {}).items() if units & set(served))
 
 
 def _check_resources(library: Library) -> list[Finding]:

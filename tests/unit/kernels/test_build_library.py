@@ -93,6 +93,12 @@ def test_a_function_that_nobody_defines_is_named_by_the_link(
         workshop.build(tmp_path / "x.so", workshop.request(source))
 
 
+def test_an_op_without_kernels_is_named_by_the_build(workshop: Workshop, edited: Edited, tmp_path: Path) -> None:
+    source = edited({"dispatch.cpp": ("// unit: once", "// unit: once\n// ops: exl3_last_error")})
+    with pytest.raises(compiler.BuildError, match=r"op exl3_last_error: no kernel in dispatch\.cpp"):
+        workshop.build(tmp_path / "x.so", workshop.request(source))
+
+
 def test_a_compiler_error_is_shown_with_the_unit_it_is_in(workshop: Workshop, edited: Edited, tmp_path: Path) -> None:
     source = edited({"grouped.cu": ("threadIdx.x ^ 1", "threadIdx.q")})
     with pytest.raises(compiler.BuildError, match=r"(?s)grouped\.cu: the compiler failed.*has no member \"q\""):

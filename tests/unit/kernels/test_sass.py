@@ -11,9 +11,8 @@ from pathlib import Path
 import compiler
 import pytest
 import units
-from workshop import REPO, Symbols, Workshop, wheels
-
 from exl3_vllm import fatbin, sass
+from workshop import REPO, Symbols, Workshop, wheels
 
 CSRC = REPO / "overlay/csrc"
 
