@@ -34,6 +34,7 @@ FLAGS = {
     "--tensor-parallel-size": "parallel.tensor",
 }
 PER_RANK_FLAGS = {
+    "--": "the kit's own arguments come after these, and would no longer be read as options",
     "--data-parallel-size": "the kit starts one gang per recipe",
     "--distributed-executor-backend": "the kit chooses how ranks start",
     "--headless": "the kit gives each rank its place",
@@ -42,6 +43,9 @@ PER_RANK_FLAGS = {
     "--nnodes": "parallel.nodes says it",
     "--node-rank": "the kit gives each rank its place",
     "--config": "a second file of settings would escape every check of this one",
+    "--ssl-certfile": "the kit probes the API over plain HTTP; put a proxy in front of it",
+    "--ssl-keyfile": "the kit probes the API over plain HTTP; put a proxy in front of it",
+    "--uds": "the kit probes the API on serve.port",
     "--quantization": "the checkpoint says how it is quantised; exl3.tier: none is the unquantised control arm",
 }
 SHORT_FLAGS = {
@@ -151,8 +155,9 @@ def check_argument(argument: str) -> str:
     flag = SHORT_FLAGS.get(word, word.replace("_", "-"))
     flag = "--" + flag[5:] if flag.startswith("--no-") else flag
     owned = {**FLAGS, **PER_RANK_FLAGS}
-    # vLLM takes `--max-model` as --max-model-len; a shorter beginning than `--max-m` is ambiguous there and fails.
-    begun = [full for full in owned if full.startswith(flag) and len(flag) >= len("--max-m")]
+    begun = [full for full in owned if full.startswith(flag)] if len(flag) > 2 else []
+    if flag.startswith("--data-parallel"):  # -rank, -address and so on are for gangs that the kit does not start
+        flag = "--data-parallel-size"
     full = flag if flag in owned else begun[0] if len(begun) == 1 else None
     if full is None:
         return argument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,9 @@ BROKEN = {
     ),
     "argument with underscores": (GOOD + "serve: {args: [§--tensor_parallel_size, 2]}\n", ["set parallel.tensor"]),
     "shortened argument": (GOOD + "serve: {args: [§--max-num-b, 2]}\n", ["set serve.max_num_batched_tokens"]),
+    "argument of many gangs": (GOOD + "serve: {args: [§--data-parallel-rank, 2]}\n", ["one gang per recipe"]),
+    "end of the options": (GOOD + "serve: {args: [§--]}\n", ["would no longer be read as options"]),
+    "argument that hides the API": (GOOD + "serve: {args: [§--uds=/x]}\n", ["the kit probes the API on serve.port"]),
     "short argument": (GOOD + "serve: {args: [§-tp, 2]}\n", ["-tp is not for args (set parallel.tensor"]),
     "negated argument": (GOOD + "serve: {args: [§--no-enforce-eager]}\n", ["set serve.enforce_eager"]),
     "argument with a field": (GOOD + "serve: {args: [§--speculative-config.method, x]}\n", ["set serve.speculative"]),
@@ -283,6 +287,26 @@ def test_fault_is_located_and_named(case: str, tmp_path: Path) -> None:
     said = "\n".join(sentence for _, _, sentence in faults)
     for fragment in expected:
         assert fragment in said
+
+
+def test_arguments_that_are_the_recipes_own_business_pass(tmp_path: Path) -> None:
+    """Given arguments that only look like the kit's, or values with dashes, when loaded, then they pass unchanged."""
+    args = [
+        "--reasoning-parser",
+        "glm45",
+        "--max-logprobs",
+        "5",
+        "--model-impl",
+        "vllm",
+        "--master",
+        "-1",
+        "-",
+        "--",
+        "",
+    ]
+    args += ["--kv-cache-dtype-skip-layers", "0", '--hf-overrides={"a": "--port"}', "a b", "--port-is-not-a-flag"]
+    recipe = recipes.load(str(write(tmp_path, GOOD + f"serve: {{args: {json.dumps(args)}}}\n")))
+    assert recipe.serve.args == args
 
 
 @pytest.mark.parametrize("text", [GOOD, GPU])

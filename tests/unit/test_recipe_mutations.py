@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -265,7 +265,7 @@ def test_mutated_recipes_load_or_are_refused_with_a_place(tmp_path: Path, monkey
         try:
             counts[verdict(data, path)] += 1
         except Exception as error:
-            kept = Path(os.environ.get("TMPDIR", "/tmp")) / f"mutant-{SEED}-{number}.yaml"
+            kept = Path(tempfile.gettempdir()) / f"mutant-{SEED}-{number}.yaml"
             kept.write_bytes(data)
             raise AssertionError(f"mutant {number}, kept as {kept}: {type(error).__name__}: {error}") from error
     # Both outcomes are exercised: a mutator that only broke the syntax would prove little.
