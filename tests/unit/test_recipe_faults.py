@@ -301,7 +301,6 @@ def test_arguments_that_are_the_recipes_own_business_pass(tmp_path: Path) -> Non
         "--master",
         "-1",
         "-",
-        "--",
         "",
     ]
     args += ["--kv-cache-dtype-skip-layers", "0", '--hf-overrides={"a": "--port"}', "a b", "--port-is-not-a-flag"]
