@@ -36,7 +36,7 @@ def main() -> None:
             "this is Python {}.{}, the kit needs {}.{} or newer".format(*sys.version_info[:2], *OLDEST),
             "run `{} {}`".format(newer_python() or "python3.12", " ".join([sys.argv[0], *sys.argv[1:]])),
         )
-    venv = find_environment() or make_environment(choose_place())
+    venv = find_environment() or make_environment(choose_place(), REQUIREMENTS)
     if os.path.realpath(sys.prefix) == os.path.realpath(venv):
         sys.path.insert(0, REPO)
         from exl3kit.cli import main as run
@@ -70,7 +70,7 @@ def marker_of(venv: str) -> str:
     return os.path.join(venv, "kit-marker")
 
 
-def identity(venv: str) -> str:
+def identity(venv: str, requirements: str) -> str:
     """What the marker of a usable environment says: hash of the requirements, interpreter that made it, CPU.
 
     The interpreter is the resolved path (python3.11, not python3), so an upgrade of the distribution is noticed.
@@ -78,23 +78,22 @@ def identity(venv: str) -> str:
     from hashlib import sha256
 
     try:
-        with open(REQUIREMENTS, "rb") as file:
+        with open(requirements, "rb") as file:
             digest = sha256(file.read()).hexdigest()
     except OSError as error:
-        raise Refusal(
-            f"requirements.lock cannot be read: {error}", "restore it with `git checkout -- requirements.lock`"
-        ) from error
+        name = os.path.basename(requirements)
+        raise Refusal(f"{name} cannot be read: {error}", f"restore it with `git checkout -- {name}`") from error
     return f"{digest}\n{os.path.realpath(python_of(venv))}\n{os.uname().machine}\n"
 
 
-def usable(venv: str) -> bool:
+def usable(venv: str, requirements: str) -> bool:
     """Whether the environment is complete and made from today's requirements."""
     try:
         with open(marker_of(venv)) as file:
             marker = file.read()
     except OSError:
         return False
-    return marker == identity(venv) and os.access(python_of(venv), os.X_OK)
+    return marker == identity(venv, requirements) and os.access(python_of(venv), os.X_OK)
 
 
 def places() -> "list[str]":
@@ -110,7 +109,7 @@ def places() -> "list[str]":
 
 def find_environment() -> "str | None":
     for venv in places():
-        if usable(venv):
+        if usable(venv, REQUIREMENTS):
             return venv
     return None
 
@@ -132,7 +131,7 @@ def choose_place() -> str:
 # ---- making it -------------------------------------------------------------------------------------------------------
 
 
-def make_environment(venv: str) -> str:
+def make_environment(venv: str, requirements: str) -> str:
     """Make the environment and give back its path; a second start waits for the first and uses what that one made."""
     import fcntl
     from glob import escape, glob
@@ -140,13 +139,13 @@ def make_environment(venv: str) -> str:
 
     with open(venv + "-lock", "w") as lock:
         wait_for(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if usable(venv):
+        if usable(venv, requirements):
             return venv
         for left_over in glob(escape(venv) + "-new-*"):
             rmtree(left_over)
         beside = f"{venv}-new-{os.getpid()}"
         try:
-            install(beside, final=venv)
+            install(beside, requirements, final=venv)
             if os.path.lexists(venv):
                 replaced = f"{venv}-new-old{os.getpid()}"
                 os.rename(venv, replaced)
@@ -178,7 +177,7 @@ def wait_for(lock: "IO[str]", flags: int, deadline: float = 900.0) -> None:
             time.sleep(0.2)
 
 
-def install(venv: str, final: str) -> None:
+def install(venv: str, requirements: str, final: str) -> None:
     """Make a complete environment at `venv`, ready to be renamed to `final`."""
     from shutil import disk_usage, which
 
@@ -190,28 +189,28 @@ def install(venv: str, final: str) -> None:
         )
     uv = which("uv")
     say("first use: preparing {} ({})".format(final, "uv" if uv else "pip"))
-    failure = with_uv(uv, venv) if uv else "no uv"
+    failure = with_uv(uv, venv, requirements) if uv else "no uv"
     if failure:
         if uv:
             say(f"uv could not do it ({failure}); trying pip")
-        with_pip(venv)
+        with_pip(venv, requirements)
     correct_paths(venv, final)
     with open(marker_of(venv), "w") as file:
-        file.write(identity(venv))
+        file.write(identity(venv, requirements))
     say("environment ready")
     say("")
 
 
-def with_uv(uv: str, venv: str) -> str:
+def with_uv(uv: str, venv: str, requirements: str) -> str:
     """Install with uv; an empty answer means that it worked, else it is the reason."""
     code, tail = follow([uv, "venv", "--quiet", "--python", sys.executable, venv])
     if code == 0:
-        hashed = ["--require-hashes", "--compile-bytecode", "--link-mode", "copy", "-r", REQUIREMENTS]
+        hashed = ["--require-hashes", "--compile-bytecode", "--link-mode", "copy", "-r", requirements]
         code, tail = follow([uv, "pip", "install", "--python", python_of(venv), *hashed])
     return "" if code == 0 else (tail or f"exit code {code}").splitlines()[-1]
 
 
-def with_pip(venv: str) -> None:
+def with_pip(venv: str, requirements: str) -> None:
     """Install with Python's own venv and pip."""
     from importlib.util import find_spec
     from shutil import rmtree
@@ -228,7 +227,7 @@ def with_pip(venv: str) -> None:
         raise Refusal(reason("python -m venv", code, tail), way_out(tail))
     # pip compiles what it installs, also where PYTHONDONTWRITEBYTECODE is set.
     command = [python_of(venv), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
-    code, tail = follow([*command, "--require-hashes", "-r", REQUIREMENTS])
+    code, tail = follow([*command, "--require-hashes", "-r", requirements], count(requirements))
     if code != 0:
         raise Refusal(reason("pip", code, tail), way_out(tail))
 
@@ -266,12 +265,16 @@ def correct_paths(venv: str, final: str) -> None:
 # ---- saying ----------------------------------------------------------------------------------------------------------
 
 
-def follow(command: "list[str]") -> "tuple[int, str]":
-    """Run a program and show how far it is; gives its exit code and its last 20 lines."""
+def count(requirements: str) -> int:
+    """How many distributions the requirements name for this platform."""
+    with open(requirements, encoding="utf-8") as file:
+        return sum("==" in line and "win32" not in line for line in file)
+
+
+def follow(command: "list[str]", total: int = 0) -> "tuple[int, str]":
+    """Run a program and show how far it is, of `total` packages; gives its exit code and its last 20 lines."""
     import subprocess
 
-    with open(REQUIREMENTS, encoding="utf-8") as file:
-        total = sum("==" in line and "win32" not in line for line in file)
     environment = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "PIP_REQUIRE_VIRTUALENV")
     }
