@@ -11,6 +11,7 @@ from .shell import run
 from .template import any_operator_template
 
 CHAIN = "EXL3KIT-RIG"
+NAMESPACES = Path("/run/netns")
 PARENTS = {"filter": "FORWARD", "nat": "POSTROUTING"}
 
 
@@ -76,8 +77,7 @@ def link_state(node: Node) -> str:
 
 
 def namespaces() -> list[str]:
-    folder = Path("/run/netns")
-    return sorted(p.name for p in folder.glob(f"{PREFIX}-*")) if folder.exists() else []
+    return sorted(p.name for p in NAMESPACES.glob(f"{PREFIX}-*")) if NAMESPACES.exists() else []
 
 
 def namespace_processes() -> set[int]:
@@ -88,6 +88,9 @@ def remove() -> None:
     """Remove the namespaces, cables and bridge of every node."""
     for name in namespaces():
         run("ip", "netns", "delete", name)
+    if NAMESPACES.exists() and not any(NAMESPACES.iterdir()):
+        run("umount", str(NAMESPACES), check=False)  # the first `ip netns add` mounts it, and nothing unmounts it
+        NAMESPACES.rmdir()
     for device in Path("/sys/class/net").glob(f"{PREFIX}*"):
         run("ip", "link", "delete", device.name, check=False)  # the far end of a cable may have gone with its namespace
 

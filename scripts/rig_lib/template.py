@@ -18,7 +18,7 @@ from .shell import BUILD, RigError, run, tail
 # The engine of a node, and what tests look at it with; busybox-static is the raw material of test images.
 ENGINE = {
     "trixie": "docker.io,docker-cli,docker-buildx,docker-compose",
-    "bookworm": "docker.io",  # engine 20.10: no buildx package, and its compose is the Python one
+    "bookworm": "docker.io,mount",  # engine 20.10: no buildx package, and its compose is the Python one
 }
 COMFORT = "openssh-server,iproute2,iptables,iputils-ping,ca-certificates,procps,busybox-static"
 BARE = "python3,git,ca-certificates"
