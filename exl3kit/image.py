@@ -35,7 +35,7 @@ ROOM_PER_WHEEL_BYTE = 12
 ROOM_FOR_THE_REST = 500_000_000
 
 
-def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progress) -> BuiltImage:
+def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progress, cache: bool = True) -> BuiltImage:
     """The recipe's image, the same on every node: built on the first unless some node has it, then copied.
 
     Two builds of one stamp may differ in the times of their files, so a node whose layers differ gets a copy too.
@@ -44,7 +44,7 @@ def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progr
     with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
         there = list(pool.map(lambda node: find(node, lock.stamp), nodes))
     source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), nodes[0])
-    built = build(recipe, lock, source, progress=progress)
+    built = build(recipe, lock, source, progress=progress, cache=cache)
     lacking = [node for node in nodes if (image := find(node, lock.stamp)) is None or not image.same_content(built)]
     for node in lacking:
         check_platform(node, lock.data["platform"])

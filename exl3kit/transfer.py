@@ -73,6 +73,7 @@ def copy(source: Node, target: Node, built: BuiltImage, progress: Progress, stop
                     raise _broken(source, target, built, str(message["error"]))
             stage.say("verifying")
             _verify(target, built)
+            stage.conclude(built.tag)
         except (DockerException, RequestException, OSError) as error:
             _forget(target, built)
             raise _broken(source, target, built, _words(error)) from error

@@ -12,13 +12,17 @@ from exl3kit.cli.args import JsonOption, RecipeArg, SetOption
 if TYPE_CHECKING:
     from exl3kit.built_image import BuiltImage
     from exl3kit.lock import Lock
+    from exl3kit.progress import Progress
     from exl3kit.recipe import Recipe
 
 
 def build(
     recipe: RecipeArg,
-    node: Annotated[
-        str, typer.Option("--node", metavar="NAME", help="Build on this node's engine (an ssh name) instead of here.")
+    nodes: Annotated[
+        str,
+        typer.Option(
+            "--nodes", "--node", metavar="NAMES", help="Build on the first of these nodes' engines, copy to the others."
+        ),
     ] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be built; needs no engine.")] = False,
     explain: Annotated[
@@ -42,9 +46,9 @@ def build(
     if dry_run or since is not None:
         _show_plan(loaded, lock, changes, since, as_json=as_json)
     elif explain:
-        _explain(loaded, lock, node, as_json=as_json)
+        _explain(loaded, lock, nodes, as_json=as_json)
     else:
-        _build(loaded, lock, node, cache=not no_cache, as_json=as_json)
+        _build(loaded, lock, nodes, cache=not no_cache, as_json=as_json)
 
 
 def _show_plan(recipe: Recipe, lock: Lock, changes: list[str] | None, since: str | None, *, as_json: bool) -> None:
@@ -61,58 +65,49 @@ def _show_plan(recipe: Recipe, lock: Lock, changes: list[str] | None, since: str
             console.print(f"  {change}")
 
 
-def _explain(recipe: Recipe, lock: Lock, node: str, *, as_json: bool) -> None:
+def _explain(recipe: Recipe, lock: Lock, named: str, *, as_json: bool) -> None:
     from exl3kit import image, nodes
 
-    with nodes.open_nodes(node) as opened:
-        changes = image.changes(opened[0], recipe, lock)
+    with nodes.open_nodes(named) as opened:
+        changes = {node.name: image.changes(node, recipe, lock) for node in opened}
     if as_json:
-        output.emit({**summary(recipe, lock, changes), "image": changes is not None})
+        output.emit({**summary(recipe, lock, None), "changes": changes})
         return
     console = output.console()
-    if changes is None:
-        console.print(f"{node} has no image of {recipe.name} yet: all of it would be built")
-    elif not changes:
-        console.print(f"{node} has the image of this very tree, {lock.tag}: nothing would be built")
-    for change in changes or []:
-        console.print(change)
+    for name, told in changes.items():
+        if told is None:
+            console.print(f"{name} has no image of {recipe.name} yet: all of it would be built")
+        elif not told:
+            console.print(f"{name} has the image of this very tree, {lock.tag}: nothing would be built")
+        for change in told or []:
+            console.print(f"{name}: {change}")
 
 
-def _build(recipe: Recipe, lock: Lock, node: str, *, cache: bool, as_json: bool) -> None:
+def _build(recipe: Recipe, lock: Lock, named: str, *, cache: bool, as_json: bool) -> None:
     from exl3kit import image, nodes
     from exl3kit.progress import Progress
 
-    console = output.console(as_json=as_json)
-    progress = Progress(console)
-    with nodes.open_nodes(node) as opened:
+    progress = Progress(output.console(as_json=as_json))
+    with nodes.open_nodes(named) as opened:
         changes = image.changes(opened[0], recipe, lock)
         for change in (changes or [])[:5]:
             progress.tell(f"since the last image: {change}")
-        built = image.build(recipe, lock, opened[0], progress=progress, cache=cache)
+        built = image.ensure(recipe, lock, opened, progress=progress, cache=cache)
+        names = [node.name for node in opened]
     if as_json:
-        output.emit(_result(recipe, lock, built, node, changes, progress.seconds, progress.total_seconds))
+        output.emit({**summary(recipe, lock, changes), "nodes": names, **_result(built, progress)})
     elif len(progress.timings) > 1:
         progress.summary()
 
 
-def _result(
-    recipe: Recipe,
-    lock: Lock,
-    built: BuiltImage,
-    node: str,
-    changes: list[str] | None,
-    stages: dict[str, float],
-    seconds: float,
-) -> dict[str, object]:
-    """What a build prints as JSON."""
+def _result(built: BuiltImage, progress: Progress) -> dict[str, object]:
+    """What a build adds to the plan in JSON; `seconds` is the wall clock."""
     return {
-        **summary(recipe, lock, changes),
-        "node": node,
         "layers": list(built.layers),
         "size": built.size,
-        "built": "image" in stages and stages["image"] > 0,
-        "stages": stages,
-        "seconds": round(seconds, 2),
+        "built": progress.seconds.get("image", 0) > 0,
+        "stages": progress.seconds,
+        "seconds": round(progress.total_seconds, 2),
     }
 
 
