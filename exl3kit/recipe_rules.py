@@ -155,7 +155,8 @@ def check_argument(argument: str) -> str:
     flag = SHORT_FLAGS.get(word, word.replace("_", "-"))
     flag = "--" + flag[5:] if flag.startswith("--no-") else flag
     owned = {**FLAGS, **PER_RANK_FLAGS}
-    begun = [full for full in owned if full.startswith(flag)] if len(flag) > 2 else []
+    # Beginnings shorter than three letters fit several of vLLM's own arguments, and it refuses them itself.
+    begun = [full for full in owned if full.startswith(flag)] if len(flag) >= len("--por") else []
     if flag.startswith("--data-parallel"):  # -rank, -address and so on are for gangs that the kit does not start
         flag = "--data-parallel-size"
     full = flag if flag in owned else begun[0] if len(begun) == 1 else None

@@ -202,6 +202,7 @@ BROKEN = {
     "argument of many gangs": (GOOD + "serve: {args: [§--data-parallel-rank, 2]}\n", ["one gang per recipe"]),
     "end of the options": (GOOD + "serve: {args: [§--]}\n", ["would no longer be read as options"]),
     "argument that hides the API": (GOOD + "serve: {args: [§--uds=/x]}\n", ["the kit probes the API on serve.port"]),
+    "argument of three letters": (GOOD + "serve: {args: [§--por=1]}\n", ["set serve.port"]),
     "short argument": (GOOD + "serve: {args: [§-tp, 2]}\n", ["-tp is not for args (set parallel.tensor"]),
     "negated argument": (GOOD + "serve: {args: [§--no-enforce-eager]}\n", ["set serve.enforce_eager"]),
     "argument with a field": (GOOD + "serve: {args: [§--speculative-config.method, x]}\n", ["set serve.speculative"]),
