@@ -81,8 +81,9 @@ def _print_verdicts(verdicts: list[Verdict]) -> None:
 
 
 @app.command()
-def schema() -> None:
+def schema(as_json: args.JsonOption = True) -> None:
     """The JSON Schema of a recipe, for editors: `kit recipe schema > recipe.schema.json`."""
     from exl3kit import recipe_view
 
+    del as_json  # every verb takes --json, and a schema has no other form
     output.emit(recipe_view.json_schema())

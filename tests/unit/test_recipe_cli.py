@@ -83,7 +83,7 @@ def test_check_says_one_line_per_recipe_and_ends_with_2_on_any_fault(tmp_path: P
 
 
 def test_schema_is_json_schema() -> None:
-    schema = json.loads(kit("recipe", "schema").stdout)
+    schema = json.loads(kit("recipe", "schema", "--json").stdout)
     assert schema["$schema"].startswith("https://json-schema.org/")
 
 
