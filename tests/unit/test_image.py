@@ -1,0 +1,255 @@
+"""Contexts, builders' streams, pins of the root file system: everything about an image that needs no engine."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from exl3kit import builders, context, image, pins, recipes, rootfs
+from exl3kit import lock as locks
+from exl3kit.errors import ExitCode, KitError
+from exl3kit.progress import Progress
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    recipe = recipes.load("demo", ["image.platform=linux/amd64"])
+    return recipe, locks.make_lock(recipe)
+
+
+def tar_of(entries: list[context.Entry]) -> bytes:
+    out = io.BytesIO()
+    context.write(entries, out)
+    return out.getvalue()
+
+
+# ---- the context -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_files_make_the_same_tar_whatever_their_owner_mode_and_time(tmp_path: Path) -> None:
+    # given one file twice, with another mode and time
+    first, second = tmp_path / "a", tmp_path / "b"
+    for file, mode, moment in ((first, 0o600, 1), (second, 0o666, 10**9)):
+        file.write_text("x")
+        file.chmod(mode)
+        os.utime(file, (moment, moment))
+    # when / then
+    assert tar_of([context.Entry("f", first)]) == tar_of([context.Entry("f", second)])
+
+
+def test_a_file_that_changed_since_the_lock_stops_the_build(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("new")
+    with pytest.raises(KitError, match="is not the file that was locked") as refused:
+        tar_of([context.Entry("overlay/a.py", file, hashlib.sha256(b"old").hexdigest())])
+    assert refused.value.code == ExitCode.BUILD
+
+
+def test_a_failure_while_streaming_reaches_the_caller(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("new")
+    with pytest.raises(KitError, match="not the file"), context.streamed([context.Entry("a", file, "0" * 64)]) as tar:
+        tar.read()
+
+
+def test_a_builder_that_stops_reading_does_not_hang_the_context(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(bytes(8 << 20))
+    with context.streamed([context.Entry("big", big)]) as tar:
+        assert tar.read(1)
+
+
+def test_the_dockerfile_halves_are_whole(demo: tuple[Any, Any]) -> None:
+    # given
+    whole = (context.paths.REPO / "Dockerfile").read_text()
+    # when
+    environment, last = context.environment_part(whole), context.image_part(whole)
+    # then: every stage in exactly one half, both with the global arguments
+    assert "AS environment" in environment and "AS image" not in environment
+    assert last.count("\nFROM ") == 1 and "AS image" in last and "ENTRYPOINT" in last
+    assert "ARG BASE" in environment and "ARG ENVIRONMENT" in last
+
+
+def test_the_dockerfile_asks_nothing_that_an_engine_of_2022_lacks() -> None:
+    text = (context.paths.REPO / "Dockerfile").read_text()
+    for absent in ("# syntax", "<<", "--link", "--mount", "--network", "ADD http", "--chmod"):
+        assert absent not in text
+
+
+def test_wheels_are_hash_checked_and_the_installer_stays_out(demo: tuple[Any, Any]) -> None:
+    # given
+    pinned = pins.load(demo[0].image)
+    # when
+    lines = context.requirements(pinned.wheels).splitlines()
+    # then
+    assert len(lines) == len(pinned.wheels) - 1
+    assert all("==" in line and "--hash=sha256:" in line for line in lines)
+    assert not any(line.startswith("uv==") for line in lines)
+
+
+def test_an_overlay_change_keeps_the_environment(demo: tuple[Any, Any]) -> None:
+    # given a lock whose overlay differs
+    recipe, lock = demo
+    data = json.loads(lock.canonical())
+    changed = next(f for f in data["files"] if f["path"].startswith("overlay/"))
+    changed["sha256"] = "0" * 64
+    other, pinned = locks.Lock(data), pins.load(recipe.image)
+    # when / then
+    assert other.stamp != lock.stamp
+    assert image.environment_key(other, pinned) == image.environment_key(lock, pinned)
+
+
+def test_another_wheel_is_another_environment(demo: tuple[Any, Any]) -> None:
+    recipe, lock = demo
+    pinned = pins.load(recipe.image)
+    fewer = dataclasses.replace(pinned, wheels=pinned.wheels[:-1])
+    assert image.environment_key(lock, fewer) != image.environment_key(lock, pinned)
+
+
+def test_labels_carry_the_whole_lock_and_nothing_of_the_machine(demo: tuple[Any, Any]) -> None:
+    labels = image.labels(demo[1])
+    assert json.loads(labels["io.exl3kit.lock"]) == demo[1].data
+    assert labels["io.exl3kit.stamp"] == hashlib.sha256(labels["io.exl3kit.lock"].encode()).hexdigest()
+    assert not any(os.environ["HOME"] in value for value in labels.values() if len(os.environ["HOME"]) > 5)
+    assert max(map(len, labels.values())) < 120_000  # one argument of a command line holds 128 KiB
+
+
+# ---- builders --------------------------------------------------------------------------------------------------------
+
+
+def reporter() -> Progress:
+    return Progress(Console(file=io.StringIO(), width=200))
+
+
+def test_buildx_argv_has_no_network_and_the_engines_own_builder() -> None:
+    request = builders.Request("exl3kit:x", {"B": "2", "A": "1"}, {"l": "v"}, [], cache=False)
+    argv = builders.buildx_argv("docker", request)
+    assert argv[argv.index("--network") + 1] == "none" and argv[argv.index("--builder") + 1] == "default"
+    assert "--no-cache" in argv and argv[-1] == "-"
+    assert argv.index("A=1") < argv.index("B=2")
+
+
+def test_buildkit_steps_are_read_from_pretty_printed_json_in_any_pieces(tmp_path: Path) -> None:
+    # given what buildx writes: objects over several lines, then plain text
+    vertex = {"digest": "d", "name": "[2/3] RUN make", "started": "2026-01-01T00:00:00.123456789Z"}
+    done = {**vertex, "completed": "2026-01-01T00:00:02.623456789Z", "error": "exit code: 7"}
+    cancelled = {**done, "digest": "e", "name": "[1/3] COPY x", "error": "context canceled"}
+    printed = [{"vertex": "d", "data": base64.b64encode(b"half a ").decode()}]
+    printed2 = [{"vertex": "d", "data": base64.b64encode(b"line {\nnext\n").decode()}]
+    statuses = [{"vertexes": [vertex]}, {"logs": printed}, {"logs": printed2}, {"vertexes": [cancelled, done]}]
+    text = "".join(json.dumps(status, indent=2) + "\n" for status in statuses) + "ERROR: failed to solve\n"
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    progress, log = reporter(), builders.Log(tmp_path / "log")
+    # when
+    with progress.stage("image") as stage, os.fdopen(reading, "rb") as stream:
+        steps = builders.Steps(stage, progress, log)
+        rest = steps.follow(stream)
+    # then
+    assert steps.failure() == ("[2/3] RUN make", "exit code: 7")
+    assert log.lines == ["half a line {", "next"]
+    assert "failed to solve" in rest
+
+
+def test_a_finished_step_is_reported_once_with_its_seconds(tmp_path: Path) -> None:
+    vertex = {"digest": "d", "name": "RUN  make\n all", "started": "2026-01-01T00:00:00Z",
+              "completed": "2026-01-01T00:00:02.5Z"}  # fmt: skip
+    progress = reporter()
+    with progress.stage("image") as stage:
+        steps = builders.Steps(stage, progress, builders.Log(tmp_path / "log"))
+        steps.take({"vertexes": [vertex]})
+        steps.take({"vertexes": [vertex]})
+    assert [(t.name, t.seconds, t.depth) for t in progress.timings][:1] == [("RUN make all", 2.5, 1)]
+    assert len(progress.timings) == 2
+
+
+def test_classic_steps_and_error(tmp_path: Path) -> None:
+    progress, log = reporter(), builders.Log(tmp_path / "log")
+    with progress.stage("image") as stage:
+        steps = builders.ClassicSteps(stage, progress, log)
+        for message in ({"stream": "Step 1/2 : FROM x\n"}, {"stream": " ---> Using cache\n"},
+                        {"stream": "Step 2/2 : RUN false\n"}, {"stream": "oh no\n"},
+                        {"errorDetail": {"code": 1}, "error": "returned a non-zero code: 1"}):  # fmt: skip
+            steps.take(message)
+        steps.end()
+    assert (steps.current, steps.error) == ("RUN false", "returned a non-zero code: 1")
+    assert [(t.name, t.outcome) for t in progress.timings][:1] == [("FROM x", "cached")]
+    assert log.lines[-2:] == ["oh no", "returned a non-zero code: 1"]
+
+
+# ---- the root file system --------------------------------------------------------------------------------------------
+
+
+def base(**differs: Any) -> pins.Rootfs:
+    fields = {"suite": "bookworm", "suites": ("bookworm", "bookworm-security"), "variant": "essential",
+              "include": ("python3",), "packages": {"python3": "3.11.2-1+b1"}}  # fmt: skip
+    return pins.Rootfs(**{**fields, **differs})
+
+
+def machine(tmp_path: Path, release: str, sources: dict[str, str]) -> Path:
+    (tmp_path / "os-release").write_text(release)
+    for name, text in sources.items():
+        (tmp_path / "apt" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "apt" / name).write_text(text)
+    return tmp_path
+
+
+def test_mirrors_come_from_both_formats_of_apt_on_another_debian(tmp_path: Path) -> None:
+    # given a machine that runs trixie
+    etc = machine(tmp_path, 'ID=debian\nVERSION_CODENAME="trixie"\n', {
+        "sources.list": "deb [signed-by=/x] http://one.example/debian trixie main contrib\n"
+        "deb-src http://no trixie main\n",
+        "sources.list.d/debian.sources": "Types: deb\nURIs: http://two.example/security\nSuites: trixie-security\n"
+        "Components: main\n\nTypes: deb\nEnabled: no\nURIs: http://no\nSuites: trixie\nComponents: main\n",
+    })  # fmt: skip
+    # when / then
+    assert rootfs.apt_sources(base(), etc) == [
+        "deb http://one.example/debian bookworm main",
+        "deb http://two.example/security bookworm-security main",
+    ]
+
+
+def test_a_machine_without_a_debian_mirror_is_told_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    etc = machine(tmp_path, 'ID=ubuntu\nVERSION_CODENAME=noble\nPRETTY_NAME="Ubuntu 24.04"\n', {})
+    with pytest.raises(KitError, match="no Debian mirror") as refused:
+        rootfs.apt_sources(base(), etc)
+    assert "Ubuntu 24.04" in str(refused.value) and rootfs.MIRROR_VARIABLE in str(refused.value)
+    monkeypatch.setenv(rootfs.MIRROR_VARIABLE, "http://mirror.example/debian")
+    assert rootfs.apt_sources(base(suites=("bookworm",)), etc) == ["deb http://mirror.example/debian bookworm main"]
+
+
+def test_preferences_leave_only_the_pinned_versions() -> None:
+    text = rootfs.preference_text({"python3": "3.11.2-1+b1"})
+    assert "Package: *\nPin: release *\nPin-Priority: -1" in text
+    assert "Package: python3\nPin: version 3.11.2-1+b1\nPin-Priority: 1001" in text
+
+
+def test_the_key_follows_packages_and_platform() -> None:
+    assert rootfs.key(base(), "linux/amd64") == rootfs.key(base(), "linux/amd64")
+    assert rootfs.key(base(), "linux/amd64") != rootfs.key(base(), "linux/arm64")
+    assert rootfs.key(base(), "linux/amd64") != rootfs.key(base(packages={"python3": "4"}), "linux/amd64")
+
+
+def test_packages_are_read_from_the_tar(tmp_path: Path) -> None:
+    status = (
+        "Package: a\nStatus: install ok installed\nArchitecture: amd64\nVersion: 1:2.0-1\nDepends: b\n\n"
+        "Package: b\nVersion: 3\n"
+    )
+    with tarfile.open(tmp_path / "r.tar", "w") as archive:
+        member = tarfile.TarInfo("./var/lib/dpkg/status")
+        member.size = len(status)
+        archive.addfile(member, io.BytesIO(status.encode()))
+    assert rootfs.packages_of(tmp_path / "r.tar") == {"a": "1:2.0-1", "b": "3"}
