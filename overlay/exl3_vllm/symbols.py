@@ -23,7 +23,15 @@ ABI = 1
 """Version of the C interface that this package calls; the same number as in csrc/abi.h."""
 
 _INFORMATION = ("exl3_abi_version", "exl3_last_error", "exl3_instances", "exl3_manifest")
-_THIN = ("exl3_rotate", "exl3_gemm", "exl3_gemm_workspace", "exl3_reconstruct", "exl3_moe", "exl3_moe_workspace")
+_THIN = (
+    "exl3_rotate",
+    "exl3_gemm",
+    "exl3_gemm_workspace",
+    "exl3_reconstruct",
+    "exl3_finish",
+    "exl3_moe",
+    "exl3_moe_workspace",
+)
 _KERNEL = ("exl3_fat_gemm", "exl3_fat_gemm_scatter")
 _GROUPED = (
     "exl3_fat_moe_gather",

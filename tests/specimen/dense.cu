@@ -1,5 +1,5 @@
 // unit: rate codebook
-// ops: exl3_gemm exl3_reconstruct exl3_moe exl3_fat_gemm exl3_fat_gemm_scatter
+// ops: exl3_gemm exl3_reconstruct exl3_finish exl3_moe exl3_fat_gemm exl3_fat_gemm_scatter
 // budget: specimen_gemm registers=64
 // The smallest kernel that has a rate and a codebook; the tests of the build and of the symbol check compile it.
 #include <cuda_runtime.h>

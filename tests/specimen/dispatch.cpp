@@ -21,6 +21,7 @@ static int dispatch(int rate2, int codebook, const float* in, float* out, int co
   }
 DISPATCHED(exl3_gemm)
 DISPATCHED(exl3_reconstruct)
+DISPATCHED(exl3_finish)
 DISPATCHED(exl3_moe)
 DISPATCHED(exl3_fat_gemm)
 DISPATCHED(exl3_fat_gemm_scatter)

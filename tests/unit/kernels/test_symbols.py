@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
@@ -166,7 +167,15 @@ def test_another_abi_is_refused(workshop: Workshop, edited: Edited, tmp_path: Pa
 
 
 def test_the_package_and_the_kernels_agree_on_the_abi() -> None:
+    wrapper = (REPO / "overlay/exl3_vllm/kernels.py").read_text()
+    assert f"ABI_VERSION = {check.ABI}\n" in wrapper
     assert link.abi_number(REPO / "overlay/csrc") == check.ABI
+
+
+def test_every_function_of_the_c_interface_is_required_and_no_other() -> None:
+    header = (REPO / "overlay/csrc/abi.h").read_text()
+    declared = set(re.findall(r"^EXL3_API .*?(exl3_\w+)\(", header, re.MULTILINE))
+    assert set(check.REQUIRED["auto"]) == declared | {"exl3_manifest"}
 
 
 def test_every_tier_needs_what_the_lower_ones_need() -> None:

@@ -1,0 +1,99 @@
+"""`kit verify symbols IMAGE` reads the library out of an image in a real engine, for an arm64 image on x86 too."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY, Rig
+
+INSIDE = "/opt/kernels/exl3_kernels.abi3.so"
+IMAGE = "exl3kit-test-kernels:1"
+Report = Callable[[str], tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The specimen library for this machine's hosts."""
+    folder = tmp_path_factory.mktemp("kernels")
+    build = [sys.executable, str(REPOSITORY / "overlay/csrc/build.py")]
+    lock = REPOSITORY / "locks/cuda-13.0-toolchain.json"
+    subprocess.run([*build, "toolchain", "--lock", lock, "--into", folder / "tools"], check=True)
+    words = ["library", "--source", REPOSITORY / "tests/specimen", "--toolchain", folder / "tools", "--no-torch"]
+    subprocess.run([*build, *words, "--cache", folder / "cache", "--out", folder / "x.so"], check=True)
+    return folder / "x.so"
+
+
+@pytest.fixture
+def imported(rig: Rig) -> Iterator[Callable[..., None]]:
+    """Makes the image on node1 with a library in it, or without, labelled or not; removed after the test."""
+
+    def make(content: bytes | None, label: str = f"io.exl3kit.kernels={INSIDE}") -> None:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            member = tarfile.TarInfo(INSIDE.lstrip("/") if content is not None else "empty")
+            member.size = len(content or b"")
+            archive.addfile(member, io.BytesIO(content or b""))
+        argv = [rig.status["docker"], "--host", rig.docker_host("node1"), "import"]
+        argv += ["--change", f"LABEL {label}", "-", IMAGE]
+        subprocess.run(argv, input=buffer.getvalue(), check=True, capture_output=True)
+
+    yield make
+    rig.docker("node1", "rmi", "--force", IMAGE)
+
+
+@pytest.fixture
+def verify(rig: Rig) -> Report:
+    """Run the verb against node1's engine as the local one: (exit code, JSON)."""
+
+    def run(subject: str) -> tuple[int, dict[str, Any]]:
+        argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", subject, "--json"]
+        environment = {**rig.env, "DOCKER_HOST": rig.docker_host("node1")}
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    return run
+
+
+def test_the_library_in_an_image_is_verified_and_nothing_is_left(
+    rig: Rig, library: Path, imported: Callable[..., None], verify: Report
+) -> None:
+    before = rig.docker("node1", "ps", "--all", "--quiet").stdout
+    imported(library.read_bytes())
+    code, report = verify(IMAGE)
+    assert (code, report["errors"], report["file"]) == (0, [], IMAGE)
+    assert rig.docker("node1", "ps", "--all", "--quiet").stdout == before
+
+
+def test_a_stripped_library_in_an_image_fails(
+    library: Path, imported: Callable[..., None], verify: Report, tmp_path: Path
+) -> None:
+    subprocess.run(["strip", "-o", tmp_path / "stripped.so", library], check=True)
+    imported((tmp_path / "stripped.so").read_bytes())
+    code, report = verify(IMAGE)
+    assert code == 5 and report["errors"][0].startswith("no symbol table")
+
+
+def test_an_image_without_the_library_is_named(imported: Callable[..., None], verify: Report) -> None:
+    imported(None)
+    code, report = verify(IMAGE)
+    assert code == 5 and report["error"]["what"] == f"the image has no library at {INSIDE}"
+
+
+def test_an_image_of_somebody_else_is_named(imported: Callable[..., None], verify: Report) -> None:
+    imported(b"", label="maintainer=nobody")
+    code, report = verify(IMAGE)
+    assert code == 5 and report["error"]["what"] == "the image has no label io.exl3kit.kernels"
+
+
+def test_an_image_that_is_not_there_is_named(rig: Rig, verify: Report) -> None:
+    code, report = verify("exl3kit-test-absent:1")
+    assert code == 5 and report["error"]["where"] == "exl3kit-test-absent:1"
