@@ -6,120 +6,11 @@ only one rig at a time. When the session ends, the rig is taken down and must ha
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
-import subprocess
-import sys
-import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = REPOSITORY / "scripts" / "rig"
-sys.path.insert(0, str(SCRIPT.parent))
-
-from rig_lib import network  # noqa: E402
-
-Completed = subprocess.CompletedProcess[str]
-
-
-def call(*argv: str | Path, check: bool = True, timeout: float = 60, **options: Any) -> Completed:
-    """Run a program; a failure shows what it printed."""
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=timeout, **options)
-    assert not check or done.returncode == 0, f"{argv} -> {done.returncode}\n{done.stdout}{done.stderr}"
-    return done
-
-
-def rig_script(*argv: str, check: bool = True, timeout: float = 300) -> Completed:
-    return call(SCRIPT, *argv, check=check, timeout=timeout)
-
-
-def rig_status() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(rig_script("status", "--json").stdout)
-    return found
-
-
-@dataclass
-class Rig:
-    """The hosts that are up; `status` is that of the beginning or of the last power cycle."""
-
-    status: dict[str, Any] = field(default_factory=rig_status)
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment of an operator: the kit's ssh configuration, and docker with buildx and compose."""
-        return os.environ | {
-            "EXL3KIT_SSH_CONFIG": self.status["ssh_config"],
-            "DOCKER_CONFIG": self.status["docker_config"],
-            "PATH": f"{Path(self.status['docker']).parent}:{os.environ['PATH']}",
-        }
-
-    def node(self, name: str) -> dict[str, Any]:
-        """The state of a host now."""
-        found: dict[str, Any] = next(n for n in rig_status()["nodes"] if n["name"] == name)
-        return found
-
-    def docker_host(self, node: str) -> str:
-        """A host's engine, as DOCKER_HOST wants it; it changes when the host's power is cut."""
-        return next(f"unix://{n['engine_socket']}" for n in self.status["nodes"] if n["name"] == node)
-
-    def exec(self, node: str, *argv: str, check: bool = True, timeout: float = 60) -> Completed:
-        """Run a command inside a host, not through its network."""
-        return rig_script("exec", node, "--", *argv, check=check, timeout=timeout)
-
-    def ssh(self, node: str, command: str, check: bool = True, timeout: float = 60) -> Completed:
-        """Run a shell command on a host as the operator does."""
-        return call(
-            "ssh", "-F", self.status["ssh_config"], "-oBatchMode=yes", node, command, check=check, timeout=timeout
-        )
-
-    def docker(self, node: str, *argv: str, check: bool = True, timeout: float = 60, **options: Any) -> Completed:
-        """The operator's docker client on a host's engine, without ssh in between."""
-        docker = [self.status["docker"], "--host", self.docker_host(node)]
-        return call(*docker, *argv, check=check, timeout=timeout, env=self.env, **options)
-
-    def link(self, node: str, *what: str) -> None:
-        rig_script("link", node, *what)
-
-    def power_cycle(self, node: str) -> None:
-        rig_script("power-cycle", node)
-        self.status = rig_status()
-
-    def engine(self, node: str, what: str) -> None:
-        rig_script("engine", node, what)
-
-
-def traces() -> set[str]:
-    """What a rig could leave behind on this machine, one line each."""
-    found = {f"namespace {p.name}" for p in Path("/run/netns").glob("*")}
-    found |= {f"interface {p.name}" for p in Path("/sys/class/net").glob("*")}
-    found |= {f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()}
-    found |= {f"control group {folder}" for folder, _, _ in os.walk("/sys/fs/cgroup")}
-    rules = network.iptables("iptables-save").splitlines()
-    found |= {
-        f"firewall {line}" for line in rules if line.startswith("-A ") or (line.startswith(":") and " - " in line)
-    }
-    switches = Path("/proc/sys/net/ipv4/conf").glob("*/forwarding")
-    found |= {f"{switch} = {switch.read_text().strip()}" for switch in switches}
-    found |= {f"process {pid}" for pid in _processes_elsewhere()}
-    return found
-
-
-def _processes_elsewhere() -> set[str]:
-    """Processes whose pid or network namespace is not ours."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended while we looked, or is a zombie
-            ours = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net")]
-            if [(process / "ns" / kind).readlink() for kind in ("pid", "net")] != ours:
-                found.add(f"{process.name} {(process / 'comm').read_text().strip()}")
-    return found
+from rig_hosts import TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, traces
 
 
 def need_root() -> None:
@@ -158,27 +49,6 @@ def no_rig() -> Iterator[None]:
         yield
     finally:
         rig_script("down")
-
-
-TINY_IMAGE = "exl3kit-test-tiny:1"
-
-
-def tiny_root(template: str) -> bytes:
-    """A root file system of one static program, as a tar archive of 2 MB."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        archive.add(Path(template) / "usr/bin/busybox", "bin/busybox")
-        for applet in ("sh", "sleep", "cat", "id", "echo", "true", "false", "wget", "httpd"):
-            link = tarfile.TarInfo(f"bin/{applet}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            archive.addfile(link)
-    return buffer.getvalue()
-
-
-def import_tiny(rig: Rig, node: str) -> None:
-    """Give a host the tiny image."""
-    argv = [rig.status["docker"], "--host", rig.docker_host(node), "import", "-", TINY_IMAGE]
-    subprocess.run(argv, input=tiny_root(rig.status["template"]), check=True, capture_output=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, traces
+from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, traces
 
 
 def containers(rig: Rig, node: str) -> list[str]:

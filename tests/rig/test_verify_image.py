@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, Rig
+from rig_hosts import REPOSITORY, Rig
 
 INSIDE = "/opt/kernels/exl3_kernels.abi3.so"
 IMAGE = "exl3kit-test-kernels:1"
