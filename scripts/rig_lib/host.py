@@ -58,17 +58,21 @@ def need_programs(template_missing: bool, install: bool) -> None:
 
 
 def need_disk(folder: Path, need_gb: float) -> None:
-    """Refuse when the file system of `folder` has less than `need_gb` GiB free, or cannot hold a node's disk."""
+    """Refuse when the file system of `folder` has less than `need_gb` GiB free."""
     folder.mkdir(parents=True, exist_ok=True)
     free_gb = shutil.disk_usage(folder).free / 2**30
     if free_gb < need_gb:
         raise RigError(
-            f"{folder} has {free_gb:.1f} GiB free and the rig wants {need_gb:.1f} GiB: "
-            f"free some, or choose another place with --disk-dir, or lower the bar with --need-gb."
+            f"{folder} has {free_gb:.1f} GiB free and the rig wants {need_gb:.1f} GiB: free some, or name another "
+            "place (XDG_CACHE_HOME for templates, --disk-dir for the hosts' disks), or ask for less with --need-gb."
         )
+
+
+def need_ground_for_overlays(folder: Path) -> None:
+    """Refuse when `folder` cannot hold the writable layer of a host, as in most containers."""
     if run("stat", "--file-system", "--format=%T", str(folder)).stdout.strip() == "overlayfs":
         raise RigError(
-            f"{folder} is on overlayfs, which cannot hold the nodes' own overlays: "
+            f"{folder} is on overlayfs, which cannot hold the hosts' own overlays: "
             "name a folder on ext4, xfs or tmpfs with --disk-dir."
         )
 
@@ -93,9 +97,9 @@ def apt_sources(release: str) -> list[str]:
         )
     folder = Path("/etc/apt")
     files = [folder / "sources.list", *sorted(folder.glob("sources.list.d/*.list"))]
-    found = [entry for file in files if file.exists() for entry in _one_line_entries(file.read_text())]
+    found = [entry for file in files if file.exists() for entry in one_line_entries(file.read_text())]
     for file in sorted(folder.glob("sources.list.d/*.sources")):
-        found += _stanza_entries(file.read_text())
+        found += stanza_entries(file.read_text())
     suites = [codename, f"{codename}-updates", f"{codename}-security"]
     mirrors = {suite: uri for uri, suite in found if suite in suites}
     if codename not in mirrors:
@@ -105,7 +109,7 @@ def apt_sources(release: str) -> list[str]:
     return [f"deb {mirrors[s]} {s.replace(codename, release)} main" for s in suites if s in mirrors]
 
 
-def _one_line_entries(text: str) -> Iterator[tuple[str, str]]:
+def one_line_entries(text: str) -> Iterator[tuple[str, str]]:
     """(uri, suite) of each `deb` line that offers the component main."""
     for line in text.splitlines():
         match = re.match(r"deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s+(.*)", line)
@@ -113,7 +117,7 @@ def _one_line_entries(text: str) -> Iterator[tuple[str, str]]:
             yield match[1], match[2]
 
 
-def _stanza_entries(text: str) -> Iterator[tuple[str, str]]:
+def stanza_entries(text: str) -> Iterator[tuple[str, str]]:
     """(uri, suite) of each deb822 stanza that offers the component main."""
     for stanza in re.split(r"\n\s*\n", text):
         fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*)$", stanza, re.MULTILINE))

@@ -54,6 +54,7 @@ def _prepare(templates: set[Template], options: Options, need_gb: float, install
     host.need_programs(template_missing=bool(missing), install=install)
     host.need_disk(cache_dir() / "templates", TEMPLATE_GB * len(missing))
     host.need_disk(Path(options.disk_dir), need_gb)
+    host.need_ground_for_overlays(Path(options.disk_dir))
     for template in missing:
         template.make()
 

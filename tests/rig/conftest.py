@@ -7,9 +7,14 @@ only one rig at a time. When the session ends, the rig is taken down and must ha
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # for rig_lib
+
 from rig_hosts import TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, traces
 
 

@@ -7,18 +7,15 @@ import io
 import json
 import os
 import subprocess
-import sys
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rig_lib import network
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "rig"
-sys.path.insert(0, str(SCRIPT.parent))
-
-from rig_lib import network  # noqa: E402
-
 Completed = subprocess.CompletedProcess[str]
 
 

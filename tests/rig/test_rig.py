@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, traces
+from rig_lib import host
 
 
 def containers(rig: Rig, node: str) -> list[str]:
@@ -21,6 +23,49 @@ def wait_for_container(rig: Rig, node: str, name: str, seconds: float = 10) -> N
     while name not in containers(rig, node):
         assert time.monotonic() < deadline, f"{name} was not running on {node} within {seconds} s"
         time.sleep(0.1)
+
+
+# -- without hosts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "entries"),
+    [
+        (host.one_line_entries, "deb http://a/debian bookworm main\n", [("http://a/debian", "bookworm")]),
+        (host.one_line_entries, "deb [arch=amd64 signed-by=/k] http://a x contrib main", [("http://a", "x")]),
+        (host.one_line_entries, "# deb http://a x main\ndeb-src http://a x main\ndeb http://a x contrib", []),
+        (
+            host.stanza_entries,
+            "Types: deb\n# a remark\nURIs: http://a\nSuites: x x-updates\nComponents: main\n\n"
+            "Types: deb\nURIs: http://b\nSuites: x-security\nComponents: main\n",
+            [("http://a", "x"), ("http://a", "x-updates"), ("http://b", "x-security")],
+        ),
+        (host.stanza_entries, "Enabled: no\nTypes: deb\nURIs: http://a\nSuites: x\nComponents: main\n", []),
+        (host.stanza_entries, "Types: deb-src\nURIs: http://a\nSuites: x\nComponents: main\n", []),
+    ],
+)
+def test_both_forms_of_apt_sources(
+    read: Callable[[str], Iterator[tuple[str, str]]], text: str, entries: list[tuple[str, str]]
+) -> None:
+    assert list(read(text)) == entries
+
+
+def test_folders_that_pip_takes_packages_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given wheels by the environment, and an index beside its files by the user's configuration
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "index" / "simple").mkdir(parents=True)
+    config = tmp_path / "config" / "pip" / "pip.conf"
+    config.parent.mkdir(parents=True)
+    config.write_text(
+        f"[global]\nextra-index-url =\n  file://{tmp_path}/index/simple\n  https://mirror.example/simple\n"
+    )
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path}/wheels {tmp_path}/absent")
+
+    # then both folders count, the index with the files that it links to
+    assert {f"{tmp_path}/wheels", f"{tmp_path}/index"} == {
+        folder for folder in host.local_package_folders() if folder.startswith(str(tmp_path))
+    }
 
 
 # -- with hosts of their own ------------------------------------------------------------------------------------------
