@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from exl3_vllm.errors import LayoutError
+
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -43,10 +45,19 @@ class ModuleNames:
         return options
 
     def matrices_of(self, prefix: str, packed: Mapping[str, Iterable[str]]) -> tuple[list[str], list[str]]:
-        """(stored names of the trellis matrices, names of the plain weights) that make up the layer `prefix`."""
+        """(stored names of the trellis matrices, names of the plain weights) that make up the layer `prefix`.
+
+        Raises
+        ------
+        LayoutError: the layer fuses several modules and the checkpoint lacks one; the message names it.
+        """
         for names in self.candidates(prefix, packed):
             trellis = [self._matrices[name] for name in names if name in self._matrices]
             plain = [name for name in names if name in self._plain]
+            lost = [name for name in names if name not in self._matrices and name not in self._plain]
+            if trellis and lost:
+                what = f"is part of the layer {prefix}, and the checkpoint holds neither a trellis nor a weight for it"
+                raise LayoutError(f"matrix {lost[0]}", what, "Fetch the missing shard or index again")
             if trellis or plain:
                 return trellis, plain
         return [], []

@@ -14,8 +14,10 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     raise pytest.UsageError("tests/vllm needs vLLM's environment: $(scripts/vllm-env) -m pytest tests/vllm")
 
-# Set before vLLM is imported: one process, no network, no compiler (the image has none either).
+# Set before vLLM is imported: one process, one thread (two would wait for each other on two busy cores), no network,
+# no compiler (the image has none either).
 os.environ.update(
+    OMP_NUM_THREADS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
@@ -23,6 +25,13 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     TORCH_COMPILE_DISABLE="1",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Warnings of torch and vLLM about themselves; ours would come from exl3_vllm.
+    for module in ("torch", "vllm", "transformers"):
+        config.addinivalue_line("filterwarnings", f"ignore:::{module}")
+
 
 REPO = Path(__file__).resolve().parent.parent.parent
 
