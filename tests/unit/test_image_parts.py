@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from exl3kit import builders, context, image, pins, recipes, rootfs
+from exl3kit import builders, context, image, paths, pins, recipes, rootfs
 from exl3kit import lock as locks
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.progress import Progress
@@ -71,7 +71,7 @@ def test_a_builder_that_stops_reading_does_not_hang_the_context(tmp_path: Path) 
 
 def test_the_dockerfile_halves_are_whole(demo: tuple[Any, Any]) -> None:
     # given
-    whole = (context.paths.REPO / "Dockerfile").read_text()
+    whole = (paths.REPO / "Dockerfile").read_text()
     # when
     environment, last = context.environment_part(whole), context.image_part(whole)
     # then: every stage in exactly one half, both with the global arguments
@@ -81,7 +81,7 @@ def test_the_dockerfile_halves_are_whole(demo: tuple[Any, Any]) -> None:
 
 
 def test_the_dockerfile_asks_nothing_that_an_engine_of_2022_lacks() -> None:
-    text = (context.paths.REPO / "Dockerfile").read_text()
+    text = (paths.REPO / "Dockerfile").read_text()
     for absent in ("# syntax", "<<", "--link", "--mount", "--network", "ADD http", "--chmod"):
         assert absent not in text
 
