@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# The multiplier of each codebook, as the format defines it.
-MULTIPLIERS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
+# The constants of each codebook's multiplication, as the format defines them; an instruction has room for one.
+CONSTANTS = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED,), "mul1": (0x83DCD12D,)}
 
 # What turns trellis bits into fp16 fragments: fetch, shift, select, mask, add; multiplications are counted apart, since
 # addresses need some too. All else in the loop (tensor instructions, their A operand, copies of the next stage,
@@ -42,12 +42,12 @@ class Instruction:
         """Whether it is a move or shift that the compiler wrote as a multiplication, to use an idle pipe."""
         return self.opcode == "IMAD" and self.modifiers.startswith((".MOV", ".SHL"))
 
-    def multiplies_by(self, constant: int) -> bool:
-        """Whether it is a 32-bit multiplication by ``constant``, printed with either sign."""
+    def multiplies_with(self, constants: tuple[int, ...]) -> bool:
+        """Whether it is a 32-bit multiplication (and addition) with one of ``constants``, printed with either sign."""
         if self.opcode != "IMAD":
             return False
         printed = (-int(digits, 16) if sign else int(digits, 16) for sign, digits in _CONSTANT.findall(self.operands))
-        return any(value & 0xFFFFFFFF == constant for value in printed)
+        return any(value & 0xFFFFFFFF in constants for value in printed)
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
 
 
 def cost(loop: list[Instruction], codebook: str) -> LoopCost:
-    """What a pipeline loop costs. Raises ValueError if no multiplication by the codebook's constant is in it."""
+    """What a pipeline loop costs. Raises ValueError if no multiplication of the codebook is in it."""
     opcodes = Counter(instruction.opcode for instruction in loop)
-    weights = sum(instruction.multiplies_by(MULTIPLIERS[codebook]) for instruction in loop)
+    weights = sum(instruction.multiplies_with(CONSTANTS[codebook]) for instruction in loop)
     if not weights:
-        raise ValueError(f"no multiplication by the constant of {codebook} in a loop of {len(loop)} instructions")
+        raise ValueError(f"no multiplication with a constant of {codebook} in a loop of {len(loop)} instructions")
     decode = weights + sum(instruction.opcode in DECODE or instruction.moves for instruction in loop)
     return LoopCost(weights, decode, len(loop), opcodes["HMMA"], dict(opcodes))
 
