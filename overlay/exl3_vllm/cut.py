@@ -7,11 +7,13 @@ are loaded and the surplus output is dropped. Rows may not: half a block of inpu
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from exl3_vllm.errors import LayoutError
 from exl3_vllm.format import BLOCK, TILE, TrellisMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

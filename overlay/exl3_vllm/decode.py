@@ -53,7 +53,8 @@ def codebook_values(codebook: str, device: torch.device | None = None) -> Tensor
         values = _fp16(pattern & 0xFFFF) + _fp16((pattern >> 16) & 0xFFFF)
     else:
         raise ValueError(f"codebook {codebook!r} is none of 3inst, mcg, mul1")
-    return values.to(torch.float16).to(device)
+    rounded: Tensor = values.to(torch.float16).to(device)
+    return rounded
 
 
 @functools.cache
@@ -80,9 +81,10 @@ def unpack_states(trellis: Tensor) -> Tensor:
     words = trellis.shape[-1]
     word, shift = (index.to(trellis.device) for index in window_starts(words // 8))
     # The stream is read from little-endian 32-bit words, highest bit first: halfwords swap places within each pair.
-    stream = trellis.unflatten(-1, (words // 2, 2)).flip(-1).flatten(-2).to(torch.int32) & 0xFFFF
+    stream = trellis.reshape(*trellis.shape[:-1], words // 2, 2).flip(-1).flatten(-2).to(torch.int32) & 0xFFFF
     wide = (stream[..., word] << 16) | stream[..., (word + 1) % words]
-    return (wide >> shift) & 0xFFFF
+    states: Tensor = (wide >> shift) & 0xFFFF
+    return states
 
 
 def inner_weight(trellis: Tensor, codebook: str) -> Tensor:
@@ -94,7 +96,7 @@ def inner_weight(trellis: Tensor, codebook: str) -> Tensor:
     step = max(1, CHUNK_WEIGHTS // (columns * TILE_WEIGHTS))
     for first in range(0, rows, step):
         tiles = values[unpack_states(trellis[first : first + step])][..., order]
-        block = tiles.unflatten(-1, (TILE, TILE)).transpose(1, 2).flatten(2).flatten(0, 1)
+        block = tiles.reshape(-1, columns, TILE, TILE).transpose(1, 2).reshape(-1, columns * TILE)
         out[first * TILE : first * TILE + block.shape[0]] = block
     return out
 
@@ -105,13 +107,15 @@ def hadamard(device: torch.device | None = None) -> Tensor:
     matrix = torch.ones((1, 1), dtype=torch.float32, device="cpu")
     while matrix.shape[0] < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return (matrix / BLOCK**0.5).to(device)
+    scaled: Tensor = (matrix / BLOCK**0.5).to(device)
+    return scaled
 
 
 def rotate(x: Tensor) -> Tensor:
     """x H for each block of 128 along the last dimension; fp32 in the shape of x."""
-    blocks = x.to(torch.float32).unflatten(-1, (-1, BLOCK))
-    return (blocks @ hadamard(x.device)).flatten(-2)
+    blocks = x.to(torch.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    rotated: Tensor = (blocks @ hadamard(x.device)).flatten(-2)
+    return rotated
 
 
 def unpack_signs(packed: Tensor) -> Tensor:

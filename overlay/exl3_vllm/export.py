@@ -24,7 +24,8 @@ SHARD_BYTES = 4 << 30
 
 def _read(entry: TensorEntry) -> Tensor:
     with safe_open(entry.file, framework="pt") as file:
-        return file.get_tensor(entry.name)
+        tensor: Tensor = file.get_tensor(entry.name)
+    return tensor
 
 
 def matrix_weight(matrix: TrellisMatrix) -> Tensor:

@@ -201,8 +201,8 @@ class Checkpoint:
 
         Raises
         ------
-        CheckpointError: no shard, a missing or damaged one, an index or a converter's list that disagrees with the shards,
-            or tensors that form no valid trellis matrix. The message names the file or the tensor.
+        CheckpointError: no shard, a missing or damaged one, an index or a converter's list that disagrees with the
+            shards, or tensors that form no valid trellis matrix. The message names the file or the tensor.
         """
         directory = Path(directory)
         index = directory / "model.safetensors.index.json"

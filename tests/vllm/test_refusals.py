@@ -20,7 +20,9 @@ from exl3_vllm.errors import Exl3Error
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
-START = "import sys; from vllm import EngineArgs; EngineArgs(model=sys.argv[1], dtype='bfloat16').create_engine_config()"
+START = (
+    "import sys; from vllm import EngineArgs; EngineArgs(model=sys.argv[1], dtype='bfloat16').create_engine_config()"
+)
 
 
 def start_with_overlay(overlay: Path, model: Path, **environment: str) -> subprocess.CompletedProcess[str]:
