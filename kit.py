@@ -134,27 +134,35 @@ def choose_place() -> str:
 def make_environment(venv: str, requirements: str) -> str:
     """Make the environment and give back its path; a second start waits for the first and uses what that one made."""
     import fcntl
+
+    try:
+        with open(venv + "-lock", "w") as lock:
+            wait_for(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not usable(venv, requirements):
+                replace_environment(venv, requirements)
+    except OSError as error:
+        raise Refusal(f"{venv} could not be made: {error}", "check room and permissions there") from error
+    return venv
+
+
+def replace_environment(venv: str, requirements: str) -> None:
+    """Make the environment beside its place, then put it there; only the holder of the file lock may."""
     from glob import escape, glob
     from shutil import rmtree
 
-    with open(venv + "-lock", "w") as lock:
-        wait_for(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if usable(venv, requirements):
-            return venv
-        for left_over in glob(escape(venv) + "-new-*"):
-            rmtree(left_over)
-        beside = f"{venv}-new-{os.getpid()}"
-        try:
-            install(beside, requirements, final=venv)
-            if os.path.lexists(venv):
-                replaced = f"{venv}-new-old{os.getpid()}"
-                os.rename(venv, replaced)
-                rmtree(replaced)
-            os.rename(beside, venv)
-        except BaseException:
-            rmtree(beside, ignore_errors=True)
-            raise
-    return venv
+    for left_over in glob(escape(venv) + "-new-*"):
+        rmtree(left_over)
+    beside = f"{venv}-new-{os.getpid()}"
+    try:
+        install(beside, requirements, final=venv)
+        if os.path.lexists(venv):
+            replaced = f"{venv}-new-old{os.getpid()}"
+            os.rename(venv, replaced)
+            rmtree(replaced)
+        os.rename(beside, venv)
+    except BaseException:
+        rmtree(beside, ignore_errors=True)
+        raise
 
 
 def wait_for(lock: "IO[str]", flags: int, deadline: float = 900.0) -> None:
@@ -203,7 +211,7 @@ def install(venv: str, requirements: str, final: str) -> None:
 
 def with_uv(uv: str, venv: str, requirements: str) -> str:
     """Install with uv; an empty answer means that it worked, else it is the reason."""
-    code, tail = follow([uv, "venv", "--quiet", "--python", sys.executable, venv])
+    code, tail = follow([uv, "venv", "--quiet", "--prompt", ".venv", "--python", sys.executable, venv])
     if code == 0:
         hashed = ["--require-hashes", "--compile-bytecode", "--link-mode", "copy", "-r", requirements]
         code, tail = follow([uv, "pip", "install", "--python", python_of(venv), *hashed])
@@ -222,7 +230,7 @@ def with_pip(venv: str, requirements: str) -> None:
             f"Python {version} has no complete venv module here",
             f"`sudo apt install python3-venv` (or python{version}-venv), or install uv",
         )
-    code, tail = follow([sys.executable, "-m", "venv", venv])
+    code, tail = follow([sys.executable, "-m", "venv", "--prompt", ".venv", venv])
     if code != 0:
         raise Refusal(reason("python -m venv", code, tail), way_out(tail))
     # pip compiles what it installs, also where PYTHONDONTWRITEBYTECODE is set.
