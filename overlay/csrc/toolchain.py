@@ -129,27 +129,27 @@ class _replacing:
             shutil.rmtree(self.fresh)
 
 
-def _fetch(wheel: dict[str, str], folder: Path | None, downloads: Path) -> Path:
+def _fetch(wheel: dict[str, Any], folder: Path | None, downloads: Path) -> Path:
     """The file of ``wheel``: from ``folder`` if it lies there, else by pip; its sha256 is the locked one."""
-    local = folder / wheel["filename"] if folder else None
-    if local and local.is_file():
-        file = local
-    else:
+    file = (folder or downloads) / str(wheel["filename"])
+    if not file.is_file():
         _pip_download(wheel, downloads)
-        file = downloads / wheel["filename"]
+        file = downloads / file.name
     found = sha256(file) if file.is_file() else "absent"
     if found != wheel["sha256"]:
         raise ToolchainError(f"{file.name}: sha256 is {found}, the lock says {wheel['sha256']}; refusing to run it")
     return file
 
 
-def _pip_download(wheel: dict[str, str], downloads: Path) -> None:
-    tags = wheel["filename"].removesuffix(".whl").split("-")[-1].split(".")
+def _pip_download(wheel: dict[str, Any], downloads: Path) -> None:
+    python, abi, platforms = wheel["filename"].removesuffix(".whl").split("-")[-3:]
+    options = [word for tag in platforms.split(".") for word in ("--platform", tag)]
+    if python.startswith("cp"):
+        options += ["--implementation", "cp", "--python-version", python.removeprefix("cp"), "--abi", abi]
     requirement = f"{wheel['name']}=={wheel['version']}"
     listing = downloads / "requirement.txt"
     listing.write_text(f"{requirement} --hash=sha256:{wheel['sha256']}\n")
-    platforms = [word for tag in tags for word in ("--platform", tag)]
-    argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", *platforms]
+    argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "--require-hashes", *options]
     done = subprocess.run([*argv, "-d", downloads, "-r", listing], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -185,30 +185,14 @@ def unpack(wheel: Path, tree: Path, prefixes: tuple[str, ...] = ("",)) -> None:
                 written.chmod(0o755 if (member.external_attr >> 16) & 0o111 else 0o644)
 
 
-def _lay_out_torch(headers: dict[str, Any], tree: Path, folder: Path | None) -> None:
-    """The stable-ABI headers: the same bytes in every wheel of a torch version, so any will do; the tree is hashed."""
-    stamp = json.dumps(headers, indent=1)
+def _lay_out_torch(wheel: dict[str, Any], tree: Path, folder: Path | None) -> None:
+    """The stable-ABI headers, from the smallest wheel of that torch: they are the same bytes in all of them."""
+    stamp = json.dumps(wheel, indent=1)
     if _stamped(tree, stamp):
         return
     with _replacing(tree) as fresh, tempfile.TemporaryDirectory() as downloads:
-        found = sorted(folder.glob(f"torch-{headers['version']}[+-]*.whl")) if folder else []
-        if not found:
-            argv = [*pip(), "download", "--no-deps", "--only-binary", ":all:", "-d", downloads]
-            done = subprocess.run([*argv, f"torch=={headers['version']}"], capture_output=True, text=True, check=False)
-            found = sorted(Path(downloads).glob("torch-*.whl"))
-            if done.returncode or not found:
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise ToolchainError(f"pip cannot fetch torch=={headers['version']} for its headers: {last}")
-        unpack(found[0], fresh, tuple(f"torch/include/{prefix}" for prefix in headers["prefixes"]))
+        prefixes = tuple(f"torch/include/{prefix}" for prefix in wheel["prefixes"])
+        unpack(_fetch(wheel, folder, Path(downloads)), fresh, prefixes)
         (fresh / "torch/include").rename(fresh / "include")
         (fresh / "torch").rmdir()
-        if (got := tree_hash(fresh / "include")) != headers["sha256"]:
-            raise ToolchainError(f"torch {headers['version']}: headers hash to {got}, not to {headers['sha256']}")
         (fresh / STAMP).write_text(stamp)
-
-
-def tree_hash(folder: Path) -> str:
-    """sha256 over relative path and content of every file below ``folder``."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{sha256(file)}  {file.relative_to(folder).as_posix()}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
