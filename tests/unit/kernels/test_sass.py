@@ -141,3 +141,17 @@ def test_the_cache_key_does_not_depend_on_where_the_sources_lie(workshop: Worksh
         jobs = units.expand(units.read_units(source), [4.0], ["mcg"])
         keys.append([compiler.object_key(job, workshop.request(source=source), tools) for job in jobs])
     assert keys[0] == keys[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("host", wheels.MACHINES)
+def test_every_rate_and_codebook_builds_without_a_spill(
+    workshop: Workshop, tmp_path: Path, symbols: Symbols, host: str
+) -> None:
+    # About 15 minutes of one core when nothing is cached; a fault of any kernel fails the build itself.
+    lasting = Workshop(workshop.toolchain, wheels.default_cache() / "kernels")
+    asked = lasting.request(source=CSRC, host=host, rates=units.RATES, codebooks=tuple(units.CODEBOOKS))
+    lasting.build(tmp_path / "all.so", asked)
+    code, report = symbols(tmp_path / "all.so", "--host", host)
+    assert (code, report["errors"], report["warnings"]) == (0, [], [])
+    assert report["asked"]["rates"] == list(units.RATES) and len(report["asked"]["codebooks"]) == 3
