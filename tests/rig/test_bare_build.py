@@ -1,4 +1,4 @@
-"""The shipped kernels build on a host that has Python, pip and g++ and nothing of CUDA: no toolkit, no driver, no GPU."""
+"""The shipped kernels build on a host with Python, pip and g++ and nothing of CUDA: no toolkit, no driver, no GPU."""
 
 from __future__ import annotations
 
