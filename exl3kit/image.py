@@ -10,17 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import builders, context, paths, pins, rootfs, transfer, wheels
+from exl3kit import builders, context, paths, pins, rootfs, side_by_side, transfer, wheels
 from exl3kit import lock as locks
 from exl3kit.built_image import LOCK, REPOSITORY, STAMP, BuiltImage, described, find
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from exl3kit.lock import Lock
     from exl3kit.nodes import Node
     from exl3kit.progress import Progress
@@ -41,8 +40,7 @@ def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progr
     Two builds of one stamp may differ in the times of their files, so a node whose layers differ gets a copy too.
     Raises `KitError` as `build` and `transfer.spread` do.
     """
-    with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
-        there = list(pool.map(lambda node: find(node, lock.stamp), nodes))
+    there = side_by_side.run(*(partial(find, node, lock.stamp) for node in nodes))
     source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), nodes[0])
     built = build(recipe, lock, source, progress=progress, cache=cache)
     lacking = [node for node in nodes if (image := find(node, lock.stamp)) is None or not image.same_content(built)]
@@ -187,24 +185,21 @@ def _has(node: Node, tag: str, label: str, value: str) -> bool:
 
 def _build_environment(lock: Lock, pinned: pins.Pins, node: Node, progress: Progress, cache: bool) -> str:
     """Base and wheels are fetched side by side, then the environment is built from them; gives its tag."""
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="fetch") as pool:
-        base = pool.submit(_base, pinned, node, progress)
-        house = pool.submit(_wheels, pinned, progress)
-        tag, folder = base.result(), house.result()
-    entries = context.for_environment(lock, pinned.wheels, folder)
+    base, house = side_by_side.run(lambda: _base(pinned, node, progress), lambda: _wheels(pinned, progress))
+    entries = context.for_environment(lock, pinned.wheels, Path(house))
     _check_room(node, ROOM_PER_WHEEL_BYTE * sum(entry.size for entry in entries) + ROOM_FOR_THE_REST)
     key = environment_key(lock, pinned)
-    request = builders.Request(_environment_tag(key), {"BASE": tag}, {ENVIRONMENT: key}, entries, cache)
+    request = builders.Request(_environment_tag(key), {"BASE": base}, {ENVIRONMENT: key}, entries, cache)
     with progress.stage("environment") as stage:
         builders.build(request, node, stage, progress)
     return request.tag
 
 
-def _wheels(pinned: pins.Pins, progress: Progress) -> Path:
+def _wheels(pinned: pins.Pins, progress: Progress) -> str:
     with progress.stage("wheels") as stage:
         folder = wheels.fetch(pinned, stage)
         stage.conclude(f"{len(pinned.wheels)} wheels")
-    return folder
+    return str(folder)
 
 
 def _check_room(node: Node, needed: int) -> None:

@@ -53,6 +53,16 @@ class Node:
         finally:
             client.close()
 
+    def answers(self) -> bool:
+        """Whether the engine still answers, asked now."""
+        from docker.errors import DockerException
+        from requests.exceptions import RequestException
+
+        try:
+            return bool(self.engine.ping())
+        except (DockerException, RequestException):
+            return False
+
     def free_bytes(self) -> int:
         """Free bytes on the disk that holds the engine's data; raises `KitError` when the node cannot tell."""
         folder = str(self.engine.info()["DockerRootDir"])
@@ -96,7 +106,25 @@ def open_nodes(named: str | Sequence[Host]) -> Iterator[list[Node]]:
                 nodes.append(node)
         if failures:
             raise _together(failures)
-        yield nodes
+        with _lost_nodes_named(nodes):
+            yield nodes
+
+
+@contextmanager
+def _lost_nodes_named(nodes: Sequence[Node]) -> Iterator[None]:
+    """An engine that is lost in the middle of a call becomes a sentence with the node's name."""
+    from docker.errors import DockerException
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except (DockerException, RequestException) as error:
+        lost = [node for node in nodes if not node.answers()]
+        if not lost:
+            raise
+        why = str(error).replace("\n", " ")[:200]
+        next_step = "look at the network and at that engine's log, then run the same command again"
+        raise _together([node.error("the engine was lost", why=why, next_step=next_step) for node in lost]) from error
 
 
 Opening = Future[tuple["Node", ExitStack]]

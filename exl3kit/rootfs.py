@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exl3kit import paths, pins
+from exl3kit import paths, pins, side_by_side
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -140,24 +140,12 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
     argv = mmdebstrap_argv(base, platform, out, preferences, apt_sources(base), apt_settings())
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(SOURCE_DATE), "LC_ALL": "C"}
     log: list[str] = []
-    with subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    with side_by_side.program(argv, env=environment) as process:  # it unmounts and removes its folder when stopped
         assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                log.append(line.rstrip())
-                if stage is not None and line.startswith("I: "):
-                    stage.say(line[3:].strip().rstrip("."))
-        except BaseException:
-            process.terminate()  # mmdebstrap unmounts and removes its folder before it ends
-            raise
+        for line in process.stdout:
+            log.append(line.rstrip())
+            if stage is not None and line.startswith("I: "):
+                stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
         offered = resolve(base, platform)
         raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(log)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from exl3kit import built_image
+from exl3kit import built_image, side_by_side
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -31,15 +31,8 @@ def spread(source: Node, targets: Sequence[Node], built: BuiltImage, *, progress
     for target in targets:
         check_room(target, built)
     stopped = threading.Event()
-    with ThreadPoolExecutor(max_workers=max(1, len(targets)), thread_name_prefix="copy") as pool:
-        copies = [pool.submit(copy, source, target, built, progress, stopped) for target in targets]
-        try:
-            wait(copies)
-        except BaseException:  # Ctrl-C: the copies end at their next chunk
-            stopped.set()
-            raise
-    for one in copies:
-        one.result()
+    copies = [partial(copy, source, target, built, progress, stopped) for target in targets]
+    side_by_side.run(*copies, stopped=stopped)
 
 
 def check_room(target: Node, built: BuiltImage) -> None:

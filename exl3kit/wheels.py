@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import paths
+from exl3kit import paths, side_by_side
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.pins import Pins, Wheel
 
@@ -177,9 +176,7 @@ def run_pip(arguments: Sequence[str], lines: list[str]) -> Iterator[str]:
         "--progress-bar",
         "off",
     ]
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as pip:
+    with side_by_side.program(command) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
             lines.append(line.rstrip())
