@@ -267,7 +267,13 @@ def test_the_demo_image_is_labelled_runs_as_nobody_and_imports(rig: Rig, built: 
             "import os, exl3_vllm, torch; print(os.getuid(), torch.__version__, os.environ['TORCH_COMPILE_DISABLE'])"
         )
         said = node.engine.containers.run(
-            built["tag"], ["-c", probe], entrypoint="python", remove=True, network_mode="none", read_only=True
+            built["tag"],
+            ["-c", probe],
+            entrypoint="python",
+            remove=True,
+            network_mode="none",
+            read_only=True,
+            tmpfs={"/tmp": ""},
         ).decode()
     assert image.labels["io.exl3kit.stamp"] == built["stamp"] and built["tag"] == f"exl3kit:{built['stamp'][:12]}"
     assert image.attrs["Config"]["Entrypoint"] == ["python", "-m", "exl3_vllm.rank"]
