@@ -85,10 +85,11 @@ def _explain(recipe: Recipe, lock: Lock, named: str, *, as_json: bool) -> None:
 
 def _build(recipe: Recipe, lock: Lock, named: str, *, cache: bool, as_json: bool) -> None:
     from exl3kit import image, nodes
+    from exl3kit.cli.serve import stoppable
     from exl3kit.progress import Progress
 
     progress = Progress(output.console(as_json=as_json))
-    with nodes.open_nodes(named) as opened:
+    with stoppable(), nodes.open_nodes(named) as opened:
         changes = image.changes(opened[0], recipe, lock)
         for change in (changes or [])[:5]:
             progress.tell(f"since the last image: {change}")
