@@ -239,6 +239,7 @@ def _wheels(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def _base(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = dict(old.get("base", {})), dict(new.get("base", {}))
     packages_before, packages_after = before.pop("packages", {}), after.pop("packages", {})
+    made_before, made_after = before.pop("made", None), after.pop("made", None)
     if before != after:
         return [f"base changed from {_brief(before)} to {_brief(after)}"]
     told = []
@@ -246,6 +247,8 @@ def _base(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         was, now = packages_before.get(name), packages_after.get(name)
         if was != now:
             told.append(f"Debian package {name} changed from {was or 'absent'} to {now or 'absent'}")
+    if made_before != made_after and not told:
+        told.append("the way the kit makes the root file system changed")
     return told
 
 

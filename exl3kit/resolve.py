@@ -80,13 +80,10 @@ def settle(current: Pins) -> Updated:
     for _ in range(ROUNDS):
         found.update(wheels.look_up(current, asked.values()))
         demands = demanded(current, found)
-        asked = {
-            name: _wish(name, demand)
-            for name, demand in demands.items()
-            if name not in current.omitted
-            and not _fits(found.get(name), demand)
-            and asked.get(name) != _wish(name, demand)
-        }
+        movable = {*demands, *locked} - {*current.omitted, current.distribution}
+        wishes = {name: _wish(name, demands.get(name, [])) for name in movable}
+        unfit = [name for name in movable if not _fits(found.get(name), demands.get(name, []))]
+        asked = {name: wishes[name] for name in sorted(unfit) if asked.get(name) != wishes[name]}
         if not asked:
             break
     chosen = tuple(
