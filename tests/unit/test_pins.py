@@ -124,7 +124,7 @@ def test_looking_up_gives_file_and_hash_and_skips_the_unknown(small: Pins) -> No
 
 
 def test_a_vanished_version_moves_to_one_that_exists(small: Pins) -> None:
-    """Given a version that no index has, when the pins are updated, then an existing one takes its place and is told."""
+    """Given a version that no index has, when the pins are updated, then one that exists takes its place."""
     updated = resolve.settle(replace(small, wheels=(Wheel("sniffio", "99.0"),), omitted=()))
     assert updated.pins.unset() == []
     assert re.fullmatch(r"sniffio moved from 99\.0 to 1\.\d+\.\d+", *updated.notes)
