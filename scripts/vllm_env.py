@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from exl3kit import paths, pins, wheels
+from exl3kit import paths, pins
 from exl3kit.errors import KitError
 from exl3kit.pins import Pins
 
@@ -226,7 +226,7 @@ def fetch(python: Path, locked: Pins) -> Path:
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(paths.REPO)}, capture_output=True, text=True)
     if done.returncode:
         raise EnvError(BUILD, done.stderr.strip() or "the wheels could not be fetched")
-    return wheels.paths.wheelhouse()
+    return paths.wheelhouse()
 
 
 def pip(python: Path, *arguments: str) -> None:
