@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-import conftest
 from demo import wrong_answers
+from engines import open_engine
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 def serve(model: Path) -> list[tuple[str, str]]:
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-    with conftest.open_engine(model, **options) as llm:
+    with open_engine(model, **options) as llm:
         return wrong_answers(llm, model)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import REPO
 from demo import changed_copy, wrong_answers
+from engines import REPO
 from exl3_vllm.errors import Exl3Error
 
 Engine = Callable[..., AbstractContextManager[Any]]
