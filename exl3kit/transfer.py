@@ -1,4 +1,4 @@
-"""The same image on every node: streamed whole from engine to engine, through this machine, nothing stored here."""
+"""The same image on every node: streamed from engine to engine through this machine, without what is there already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from exl3kit import built_image, side_by_side
+from exl3kit import built_image, save_stream, side_by_side
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -49,30 +49,52 @@ def check_room(target: Node, built: BuiltImage) -> None:
 
 
 def copy(source: Node, target: Node, built: BuiltImage, progress: Progress, stopped: threading.Event) -> None:
-    """Copy one image from engine to engine, in constant memory."""
+    """Copy one image from engine to engine, in constant memory and without the layers that are there already.
+
+    An engine with another kind of store may want all of them after all, and then gets them.
+    """
+    known = layers_there(target, built)
+    with progress.stage(f"image to {target.name}", total=None if known else built.size) as stage:
+        try:
+            _send(source, target, built, known, stage, stopped)
+        except KitError:
+            if not known or not target.answers():
+                raise
+            stage.say("once more, with every layer")
+            _send(source, target, built, set(), stage, stopped)
+        stage.conclude(built.tag)
+
+
+def _send(
+    source: Node, target: Node, built: BuiltImage, known: set[str], stage: Stage, stopped: threading.Event
+) -> None:
     from docker.errors import DockerException
     from requests.exceptions import RequestException
 
-    with (
-        progress.stage(f"image to {target.name}", total=built.size) as stage,
-        source.patient_engine(SILENT_SECONDS) as reading,
-        target.patient_engine(SILENT_SECONDS) as writing,
-    ):
+    with source.patient_engine(SILENT_SECONDS) as reading, target.patient_engine(SILENT_SECONDS) as writing:
         try:
-            stream = reading.api.get_image(built.tag, chunk_size=CHUNK)
+            stream = save_stream.without(reading.api.get_image(built.tag, chunk_size=CHUNK), known)
             answer = writing.api.load_image(_counted(stream, stage, stopped))  # type: ignore[no-untyped-call]
             for message in answer:
                 if "error" in message:
                     raise _broken(source, target, built, str(message["error"]))
-            stage.say("verifying")
             _verify(target, built)
-            stage.conclude(built.tag)
         except (DockerException, RequestException, OSError) as error:
             _forget(target, built)
             raise _broken(source, target, built, _words(error)) from error
         except BaseException:
             _forget(target, built)
             raise
+
+
+def layers_there(target: Node, built: BuiltImage) -> set[str]:
+    """The image's lowest layers that the target has in the same order, from any image it holds.
+
+    Not those that come again higher up: there they lie on other layers, and the engine wants their content.
+    """
+    others = [image.attrs["RootFS"].get("Layers") or [] for image in target.engine.images.list()]
+    common = save_stream.common_layers(built.layers, others)
+    return set(built.layers[:common]) - set(built.layers[common:])
 
 
 def _counted(stream: Iterator[bytes], stage: Stage, stopped: threading.Event) -> Iterator[bytes]:

@@ -175,7 +175,32 @@ def test_an_image_arrives_whole_and_under_its_tag(stamped: built_image.BuiltImag
         arrived = built_image.find(target, STAMP)
         assert arrived is not None and arrived.same_content(stamped)
         assert [t.name for t in progress.timings] == ["image to node2"]
+        assert target.engine.containers.run(stamped.tag, ["cat", "/file", "/more"], remove=True) == b"contentmore\n"
         removed(target, stamped.tag)
+
+
+def test_layers_that_are_there_are_not_sent_again(node1: nodes.Node) -> None:
+    # given a new image of 30 MB, and one more layer on top of it
+    noise = f"RUN /bin/busybox head -c 30000000 /dev/urandom > /noise && echo {os.urandom(8).hex()}"
+    tags = [f"exl3kit:{digit * 12}" for digit in "78"]
+    build(node1, request_of(tags[0], noise, {built_image.STAMP: "7" * 64}))
+    build(node1, request_of(tags[1], "RUN echo top > /top", {built_image.STAMP: "8" * 64}, base=tags[0]))
+    with nodes.open_nodes("node1,node2") as (source, target):
+        progress = reporter()
+        try:
+            for digit in "78":
+                built = built_image.find(source, digit * 64)
+                assert built is not None
+                # when
+                transfer.spread(source, [target], built, progress=progress)
+            said = target.engine.containers.run(tags[1], ["cat", "/top"], remove=True, network_mode="none")
+        finally:
+            for node in (source, target):
+                removed(node, *reversed(tags))
+    # then
+    first, second = (timing.outcome for timing in progress.timings)
+    assert "30 MB" in first and "kB" in second
+    assert said == b"top\n"
 
 
 def test_no_room_is_refused_before_anything_is_sent(stamped: built_image.BuiltImage) -> None:
