@@ -22,7 +22,10 @@ class FatbinError(Exception):
 
 @dataclass(frozen=True)
 class Use:
-    """Resources of a kernel: registers per thread, bytes of stack and local memory per thread, static shared bytes."""
+    """Resources of a kernel: registers per thread, bytes of stack and local memory per thread, static shared bytes.
+
+    From sm_90 on, ``shared`` of a kernel that uses any includes the 1024 bytes that the system keeps per CTA.
+    """
 
     registers: int
     stack: int
