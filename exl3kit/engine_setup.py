@@ -54,14 +54,14 @@ def ensured(
         return
     release = supported_release(os_release.read_text())
     _need_root()
-    packages = list(missing)
-    if not _answers() and shutil.which("dockerd") is None:
+    packages, answered = list(missing), _answers()
+    if not answered and shutil.which("dockerd") is None:
         packages += ENGINE_PACKAGES[release]
     if packages:
         with progress.stage("install packages") as stage:
             _install(packages, stage)
             stage.conclude(" ".join(packages))
-    if _answers():
+    if answered:
         yield
         return
     with _started(progress, keep=keep):
@@ -106,7 +106,7 @@ def _need_root() -> None:
 
 
 def _install(packages: Sequence[str], stage: Stage) -> None:
-    """apt-get update and install, without asking anything and without starting what is installed by itself."""
+    """apt-get update and install, without asking anything."""
     for argv in (["update", "--quiet"], ["install", "--quiet", "--yes", "--no-install-recommends", *packages]):
         stage.say(f"apt-get {argv[0]}")
         try:
@@ -141,7 +141,10 @@ def _not_installed(packages: Sequence[str], why: str) -> KitError:
 def _started(progress: Progress, *, keep: bool) -> Iterator[None]:
     """Start the installed engine, through systemd where that runs; stop it at the end unless it is to be kept."""
     with progress.stage("start the engine") as stage:
-        stop, how = _start_unit() if SYSTEMD.exists() else _start_daemon()
+        if _answers():  # the package's own script has started it
+            stop, how = _stop_service, "by its package"
+        else:
+            stop, how = _start_unit() if SYSTEMD.exists() else _start_daemon()
         stage.conclude(how)
     try:
         _refuse_vfs()
@@ -156,15 +159,17 @@ def _started(progress: Progress, *, keep: bool) -> Iterator[None]:
 
 def _start_unit() -> tuple[Callable[[], None], str]:
     """Start docker.service; gives what stops it, and how it was started in words."""
-
-    def stop() -> None:
-        argv = ["systemctl", "stop", "docker.socket", "docker.service"]
-        ssh.finish("local", argv, "systemctl", input=None, timeout=STOP_SECONDS * 2)
-
     done = ssh.finish("local", ["systemctl", "start", "docker"], "systemctl", input=None, timeout=START_SECONDS * 2)
     if done.returncode or not _wait(None):
         raise _not_started(done.stderr.strip() or "it does not answer", "`journalctl -u docker`")
-    return stop, "by systemd"
+    return _stop_service, "by systemd"
+
+
+def _stop_service() -> None:
+    argv = ["systemctl", "stop", "docker.socket", "docker.service"]
+    if not SYSTEMD.exists():
+        argv = ["service", "docker", "stop"]
+    ssh.finish("local", argv, argv[0], input=None, timeout=STOP_SECONDS * 2)
 
 
 def _start_daemon() -> tuple[Callable[[], None], str]:

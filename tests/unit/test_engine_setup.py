@@ -1,0 +1,60 @@
+"""What `kit demo --install-engine` refuses before it touches the machine."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from exl3kit import engine, engine_setup
+from exl3kit.errors import ExitCode, KitError
+from exl3kit.progress import Progress
+
+DEBIAN = 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nID=debian\nVERSION_CODENAME=bookworm\n'
+UBUNTU = 'PRETTY_NAME="Ubuntu 24.04.1 LTS"\nID=ubuntu\nVERSION_CODENAME=noble\n'
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without any engine."""
+    for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
+    monkeypatch.setattr(engine, "DEFAULT_SOCKET", tmp_path / "docker.sock")
+
+
+def enter(tmp_path: Path, *, install: bool, os_release: str = DEBIAN) -> KitError:
+    file = tmp_path / "os-release"
+    file.write_text(os_release)
+    progress = Progress(Console(file=io.StringIO()))
+    ensured = engine_setup.ensured(install=install, keep=False, progress=progress, os_release=file)
+    with pytest.raises(KitError) as refused, ensured:
+        pass
+    return refused.value
+
+
+def test_without_the_flag_a_missing_engine_is_only_named(tmp_path: Path) -> None:
+    error = enter(tmp_path, install=False)
+    assert error.code == ExitCode.UNREACHABLE and "--install-engine" in str(error.next_step)
+
+
+def test_other_systems_are_named_and_left_alone(tmp_path: Path) -> None:
+    error = enter(tmp_path, install=True, os_release=UBUNTU)
+    assert error.code == ExitCode.PREFLIGHT and "Ubuntu 24.04.1 LTS" in error.what
+
+
+def test_installing_needs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    error = enter(tmp_path, install=True)
+    assert error.code == ExitCode.PREFLIGHT and "sudo ./kit.py demo --install-engine" in str(error.next_step)
+
+
+@pytest.mark.parametrize(
+    ("release", "codename"), [(DEBIAN, "bookworm"), (DEBIAN.replace("bookworm", "trixie"), "trixie")]
+)
+def test_both_debian_releases_are_supported(release: str, codename: str) -> None:
+    assert engine_setup.supported_release(release) == codename
+    assert "docker.io" in engine_setup.ENGINE_PACKAGES[codename]
