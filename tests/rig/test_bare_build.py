@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import REPOSITORY, Rig, rig_script
+from rig_hosts import REPOSITORY, Rig, rig_script
 
 BUILD = f"{REPOSITORY}/overlay/csrc/build.py"
 LOCK = f"{REPOSITORY}/locks/cuda-13.0-toolchain.json"
