@@ -7,8 +7,9 @@ drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,24 @@ def seconds(text: str) -> int:
 # On an engine ---------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def answering(node: Node) -> Iterator[None]:
+    """Turn a link or an engine that goes away during a call into a `KitError` (unreachable) that names the node."""
+    from docker.errors import APIError
+    from requests import RequestException
+
+    try:
+        yield
+    except APIError:
+        raise  # the engine did answer; what its answer means is the caller's to say
+    except (RequestException, OSError) as error:
+        raise node.error(
+            "the engine no longer answers",
+            why=" ".join(str(error).split())[:200],
+            next_step="look at the node's link and its engine, then run the command again",
+        ) from error
+
+
 def create(node: Node, deployment: Deployment) -> list[Standing]:
     """Create (not start) the ranks of one node, and their network when they share one.
 
@@ -245,31 +264,56 @@ def find(nodes: Iterable[Node], deployment: str | None = None, generation: str |
         wanted.append(f"{LABEL}generation={generation}")
     found: dict[str, Standing] = {}
     for node in nodes:
-        for container in node.engine.containers.list(all=True, filters={"label": wanted}, ignore_removed=True):
+        with answering(node):
+            listed = node.engine.containers.list(all=True, filters={"label": wanted}, ignore_removed=True)
+        for container in listed:
             found.setdefault(str(container.id), Standing(node, container))  # two names may lead to one engine
     return sorted(found.values(), key=lambda standing: (standing.deployment, standing.rank))
 
 
+def look_again(one: Standing) -> None:
+    """Read the container's state anew; one that is gone is a `KitError` (serving)."""
+    from docker.errors import NotFound
+
+    try:
+        with answering(one.node):
+            one.container.reload()
+    except NotFound as error:
+        what = f"{one.container.name} was removed by somebody else"
+        raise one.node.error(what, code=ExitCode.SERVING) from error
+
+
 def take_down(
-    nodes: Iterable[Node], deployment: str, *, generation: str | None = None, grace: int | None = None
+    nodes: Iterable[Node], deployment: str, *, generation: str | None = None, grace: int = render.GRACE_S
 ) -> list[str]:
     """Stop and remove a deployment's containers and networks on every node, side by side; returns their names.
 
-    Raises `KitError` (serving) when something is still there afterwards, naming it.
+    A node that fails does not keep the others from being cleared.
+
+    Raises `KitError`: unreachable for a node that does not answer, serving when something is still there afterwards.
     """
-    nodes = list(nodes)
-    standing = find(nodes, deployment, generation)
-    with ThreadPoolExecutor(max_workers=max(1, len(standing))) as pool:
-        list(pool.map(lambda one: remove(one, grace if grace is not None else render.GRACE_S), standing))
-    for node in nodes:
+    nodes = {node.engine_url: node for node in nodes}.values()  # `local,local` is one engine
+    with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
+        clearings = [pool.submit(clear, node, deployment, generation, grace) for node in nodes]
+    failures = [error for clearing in clearings if (error := clearing.exception()) is not None]
+    if failures:
+        raise failures[0]
+    return sorted({name for clearing in clearings for name in clearing.result()})
+
+
+def clear(node: Node, deployment: str, generation: str | None, grace: int) -> list[str]:
+    """Remove a deployment's containers and networks from one node; returns the containers' names."""
+    standing = find([node], deployment, generation)
+    with answering(node):
+        with ThreadPoolExecutor(max_workers=max(1, len(standing))) as pool:
+            list(pool.map(lambda one: remove(one, grace), standing))
         for network in node.engine.networks.list(filters={"label": f"{LABEL}deployment={deployment}"}):
             if generation is None or network.attrs["Labels"].get(LABEL + "generation") == generation:
                 network.remove()
-    left = find(nodes, deployment, generation)
-    if left:
-        raise left[0].node.error(
-            f"{left[0].container.name} is still there after `down`",
-            next_step=f"`docker rm -f {left[0].container.name}` on the node",
+    for left in find([node], deployment, generation):
+        raise node.error(
+            f"{left.container.name} is still there after it was removed",
+            next_step=f"`docker rm -f {left.container.name}` on the node",
             code=ExitCode.SERVING,
         )
     return [str(one.container.name) for one in standing]

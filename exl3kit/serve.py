@@ -110,9 +110,9 @@ def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, *, ready_s: fl
         with progress.stage("ask what already serves"):
             answer = prove(standing, recipe, deadline_s=asking.ANSWER_SECONDS)
             return Serving(deployment, standing, answer, proven_receipts(standing, ground), started=False)
-    prepare(ground, progress)
     check_ports(ground, deployment)
     key = api_key(recipe)
+    prepare(ground, progress)
     if standing:
         with progress.stage("stop the deployment that stood before"):
             containers.take_down(ground.nodes, deployment.name)
@@ -154,7 +154,7 @@ def prepare(ground: Ground, progress: Progress) -> None:
 
 
 def check_ports(ground: Ground, deployment: Deployment) -> None:
-    """Refuse a taken port before anything that runs is stopped."""
+    """Refuse a taken port before gigabytes are copied and before anything that runs is stopped."""
     ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
 
 
@@ -194,10 +194,22 @@ def removed_on_failure(nodes: Sequence[Node], deployment: Deployment) -> Iterato
     """Take the deployment's generation away when the body fails or is interrupted, undisturbed by a second Ctrl-C."""
     try:
         yield
-    except BaseException:
+    except BaseException as failure:
         with undisturbed():
-            containers.take_down(nodes, deployment.name, generation=deployment.generation, grace=0)
+            try:
+                containers.take_down(nodes, deployment.name, generation=deployment.generation, grace=0)
+            except KitError as left:
+                raise with_remains(failure, left) from failure
         raise
+
+
+def with_remains(failure: BaseException, left: KitError) -> KitError:
+    """The failure of a start after which a node could not be cleared, saying both."""
+    if not isinstance(failure, KitError):
+        return left
+    steps = [failure.next_step, f"what was started could not be removed everywhere: {left}"]
+    next_step = "\n  ".join(step for step in steps if step)
+    return KitError(failure.what, where=failure.where, why=failure.why, next_step=next_step, code=failure.code)
 
 
 @contextmanager
@@ -265,7 +277,7 @@ def refuse_ended(standing: Sequence[Standing]) -> None:
     """Raise `KitError` when a rank has ended; the one that ended first is named."""
     ended = []
     for one in standing:
-        one.container.reload()
+        containers.look_again(one)
         if one.state != "running":
             ended.append(one)
     if not ended:
@@ -284,7 +296,7 @@ def no_service(
 ) -> KitError:
     """The error for a gang that does not serve; `detail` of it holds the last log lines of every rank."""
     culprit = culprit or standing[0]
-    logs = {f"rank {one.rank} on {one.node.name}": containers.tail(one) for one in standing}
+    logs = {f"rank {one.rank} on {one.node.name}": last_words(one) for one in standing}
     last = [line for line in logs[f"rank {culprit.rank} on {culprit.node.name}"] if line.strip()][-FINAL_WORDS:]
     shown = "\n".join(f"  {rank} | {line}" for rank, lines in logs.items() for line in lines)
     return KitError(
@@ -294,6 +306,17 @@ def no_service(
         next_step=f"the last lines of each rank:\n{shown}",
         code=code or ExitCode.SERVING,
     )
+
+
+def last_words(one: Standing) -> list[str]:
+    """The end of a rank's log, or why it cannot be had: a failure is told also when half of it is out of reach."""
+    from docker.errors import APIError
+
+    try:
+        with containers.answering(one.node):
+            return containers.tail(one)
+    except (KitError, APIError) as error:
+        return [f"(no log: {error})"]
 
 
 def proven_receipts(standing: Sequence[Standing], ground: Ground) -> list[dict[str, Any]]:
