@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from exl3_vllm import elf
-from workshop import Workshop
+from workshop import REPO, Symbols, Workshop, wheels
 
 CALLER = r"""
 #include <dlfcn.h>
@@ -85,3 +85,14 @@ def test_with_the_binding_it_loads_once_torch_is_there(arm64: Path, tmp_path: Pa
     # When the library is loaded, then the loader misses nothing; without torch it says which symbol is not there
     assert call(arm64, tmp_path, stand_in).startswith("abi 1\n")
     assert "undefined symbol: " in call(arm64, tmp_path)
+
+
+@pytest.mark.full
+def test_the_shipped_kernels_cross_built_load_and_answer(workshop: Workshop, tmp_path: Path, symbols: Symbols) -> None:
+    emulator()
+    lasting = Workshop(workshop.toolchain, wheels.default_cache() / "kernels")
+    asked = {"source": REPO / "overlay/csrc", "host": "aarch64"}
+    lasting.build(tmp_path / "bound.so", lasting.request(**asked))
+    lasting.build(tmp_path / "x.so", lasting.request(**asked, torch=False))
+    assert symbols(tmp_path / "bound.so", "--host", "aarch64", "--targets", "12.0,12.1")[0] == 0
+    assert call(tmp_path / "x.so", tmp_path) == 'abi 1\n{"abi":1\n'
