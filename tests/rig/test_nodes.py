@@ -189,7 +189,7 @@ def test_an_engine_that_does_not_run(rig: Rig) -> None:
 def user(rig: Rig) -> Iterator[str]:
     """A user of node1 who is not in the docker group, with the rig's key."""
     script = (
-        "useradd --create-home --shell /bin/sh op && mkdir -m 700 /home/op/.ssh"
+        "useradd --create-home --shell /bin/sh --password '*' op && mkdir -m 700 /home/op/.ssh"
         " && cp /root/.ssh/authorized_keys /home/op/.ssh/ && chown -R op: /home/op/.ssh && groupadd -f docker"
         " && chgrp docker /run/docker.sock && chmod 660 /run/docker.sock"
     )
