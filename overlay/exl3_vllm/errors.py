@@ -30,3 +30,11 @@ class LayoutError(Exl3Error):
 
 class CompletenessError(Exl3Error):
     """A tensor was left out of the model, or a layer was left without its tensors."""
+
+
+class SettingError(Exl3Error):
+    """An environment variable that is not understood, or that contradicts another."""
+
+
+class TierError(Exl3Error):
+    """A tier that can not be delivered."""
