@@ -7,6 +7,21 @@ from typing import Any
 
 BLOCK = 128  # inputs that one Hadamard block mixes; a rank must hold whole blocks of a row-parallel layer's input
 
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")  # names of their number
+
+
+def pipeline_faults(config: Mapping[str, Any], *, pipeline: int) -> list[str]:
+    """Sentences that say why the layers cannot be laid out over `pipeline` stages: each needs one at least."""
+    layers = _number(_shape(config), "num_hidden_layers")
+    return [f"{layers} layers are fewer than {pipeline} stages"] if layers and layers < pipeline else []
+
+
+def expert_faults(config: Mapping[str, Any], *, expert: bool) -> list[str]:
+    """Sentences that say why experts cannot be spread: vLLM refuses that for a model without any."""
+    shape = _shape(config)
+    known = _number(shape, "num_hidden_layers") is not None  # else this is no config that says anything
+    return ["the model has no experts to spread"] if expert and known and _number(shape, *EXPERTS) is None else []
+
 
 def cut_faults(config: Mapping[str, Any], *, tensor: int, expert: bool, exl3: bool) -> list[str]:
     """Sentences that say why `tensor` ranks cannot share this model; empty when nothing speaks against it.
@@ -19,9 +34,13 @@ def cut_faults(config: Mapping[str, Any], *, tensor: int, expert: bool, exl3: bo
     exl3: layers are EXL3. A row-parallel shard that ends inside a 128-block is impossible then: the block's inputs are
         mixed by one Hadamard transform before they meet the weights.
     """
-    text = config.get("text_config")
-    shape = text if isinstance(text, Mapping) else config
+    shape = _shape(config)
     return [*_heads(shape, tensor), *_experts(shape, tensor, expert), *_rows(shape, tensor, expert, exl3)]
+
+
+def _shape(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 def _number(shape: Mapping[str, Any], *names: str) -> int | None:
@@ -40,7 +59,7 @@ def _heads(shape: Mapping[str, Any], tensor: int) -> Iterator[str]:
 
 
 def _experts(shape: Mapping[str, Any], tensor: int, expert: bool) -> Iterator[str]:
-    experts = _number(shape, "num_experts", "n_routed_experts", "num_local_experts")
+    experts = _number(shape, *EXPERTS)
     if experts and expert and experts < tensor:
         yield f"{experts} experts are fewer than {tensor} ranks"
 
@@ -66,7 +85,7 @@ def _row_parallel_inputs(shape: Mapping[str, Any], expert: bool) -> Iterator[tup
     dense = _number(shape, "intermediate_size")
     if dense and _has_dense_mlp(shape, moe):
         yield "intermediate_size", dense
-    experts = _number(shape, "num_experts", "n_routed_experts", "num_local_experts")
+    experts = _number(shape, *EXPERTS)
     if experts and (moe or dense) and not expert:
         yield "the experts' intermediate size", moe or dense or 0
     shared = _number(shape, "shared_expert_intermediate_size", "shared_intermediate_size")
@@ -78,6 +97,6 @@ def _row_parallel_inputs(shape: Mapping[str, Any], expert: bool) -> Iterator[tup
 def _has_dense_mlp(shape: Mapping[str, Any], moe: int | None) -> bool:
     """A model with experts has dense layers only where it says so: first layers, listed layers, or a sparse step."""
     if moe is None:
-        return _number(shape, "num_experts", "n_routed_experts", "num_local_experts") is None
+        return _number(shape, *EXPERTS) is None
     step = _number(shape, "decoder_sparse_step") or 1
     return bool(_number(shape, "first_k_dense_replace") or shape.get("mlp_only_layers") or step > 1)

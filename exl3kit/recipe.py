@@ -28,6 +28,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from exl3kit import recipe_rules as rules
+from exl3kit import vllm_arguments
 from exl3kit.faults import Fault
 
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)  # bits per weight that the EXL3 format knows
@@ -68,6 +69,19 @@ def _environment(env: dict[str, str]) -> dict[str, str]:
     if faults:
         raise _broken(faults)
     return env
+
+
+def _arguments(arguments: list[str]) -> list[str]:
+    faults = list(vllm_arguments.faults(arguments))
+    if faults:
+        raise _broken(faults)
+    return arguments
+
+
+def _version(value: object) -> object:
+    if type(value) is not int:  # 1.0 and true are equal to 1, and are no versions
+        raise _fault("1")
+    return value
 
 
 def _one_of(choices: tuple[float, ...]) -> Callable[[float], float]:
@@ -286,7 +300,7 @@ class Serve(Section):
         default=None, description="A file that holds the API key, relative to the naming file."
     )
     speculative: Speculative | None = None
-    args: list[Annotated[Text, AfterValidator(rules.check_argument)]] = Field(
+    args: Annotated[list[Text], AfterValidator(_arguments)] = Field(
         default_factory=list, description="Further arguments of `vllm serve`, passed on as they are."
     )
     env: Annotated[dict[str, Text], AfterValidator(_environment)] = Field(
@@ -322,7 +336,7 @@ class Probe(Section):
 class Recipe(Section):
     """A whole recipe, schema 1, after `extends` and `--set`."""
 
-    recipe: Literal[1] = Field(description="Version of this schema.")
+    recipe: Annotated[Literal[1], BeforeValidator(_version)] = Field(description="Version of this schema.")
     name: Name = Field(description="Short name; the moving image tag carries it.")
     purpose: OneLine | None = Field(default=None, description="What the recipe is for.")
     hardware: OneLine | None = Field(default=None, description="The machines that it is meant for.")
@@ -347,5 +361,8 @@ class Recipe(Section):
             tier=self.exl3.tier,
             prefill_reconstruct_m=self.exl3.prefill_reconstruct_m,
             graph_decode=self.exl3.graph_decode,
+            eager=self.serve.enforce_eager,
+            max_model_len=self.serve.max_model_len,
+            answer=self.probe.max_tokens,
             env=self.serve.env,
         )

@@ -71,9 +71,6 @@ def _located(details: Any, tree: Node) -> Iterator[LocatedFault]:
         whole = dotted((*path, missing))
         yield LocatedFault(key_place or node.place, f"the key {whole} is missing", _meaning(path, missing))
         return
-    if kind == "refused":
-        yield LocatedFault(node.place, f"{name}: {context['what']}", context["hint"])
-        return
     expected, hint = _expectation(kind, context, node)
     if path[:2] == ("serve", "env") and path[-1] in EXL3_FLAGS:
         hint = 'write "0" or "1"'  # quoting `off` as it stands would only lead to the next fault

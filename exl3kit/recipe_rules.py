@@ -1,90 +1,40 @@
-"""Rules of a recipe that a type cannot say: keys that exclude each other, arguments and environment that the kit owns.
+"""Rules of a recipe that a type cannot say: keys that exclude each other, and environment that the kit owns.
 
 Pure functions of plain values; each returns faults with a path below the section that it was asked about.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic_core import PydanticCustomError
-
 from exl3kit.faults import Fault, did_you_mean
 
-# vLLM's arguments that a recipe has a key for, or that differ per rank: two sources for one value would drift apart.
-FLAGS = {
-    "--api-key": "serve.api_key_file",
-    "--dtype": "serve.dtype",
-    "--enable-expert-parallel": "parallel.expert",
-    "--enforce-eager": "serve.enforce_eager",
-    "--gpu-memory-utilization": "serve.gpu_memory_utilization",
-    "--host": "serve.listen",
-    "--kv-cache-dtype": "serve.kv_cache_dtype",
-    "--kv-cache-memory-bytes": "serve.kv_cache_memory",
-    "--max-model-len": "serve.max_model_len",
-    "--max-num-batched-tokens": "serve.max_num_batched_tokens",
-    "--max-num-seqs": "serve.max_num_seqs",
-    "--model": "model.repo or model.path",
-    "--pipeline-parallel-size": "parallel.pipeline",
-    "--port": "serve.port",
-    "--revision": "model.revision",
-    "--served-model-name": "model.served_name",
-    "--speculative-config": "serve.speculative",
-    "--tensor-parallel-size": "parallel.tensor",
-}
-PER_RANK_FLAGS = {
-    "--": "the kit's own arguments come after these, and would no longer be read as options",
-    "--data-parallel-size": "the kit starts one gang per recipe",
-    "--distributed-executor-backend": "the kit chooses how ranks start",
-    "--headless": "the kit gives each rank its place",
-    "--master-addr": "the kit gives each rank its place",
-    "--master-port": "the kit gives each rank its place",
-    "--nnodes": "parallel.nodes says it",
-    "--node-rank": "the kit gives each rank its place",
-    "--config": "a second file of settings would escape every check of this one",
-    "--ssl-certfile": "the kit probes the API over plain HTTP; put a proxy in front of it",
-    "--ssl-keyfile": "the kit probes the API over plain HTTP; put a proxy in front of it",
-    "--uds": "the kit probes the API on serve.port",
-    "--quantization": "the checkpoint says how it is quantised; exl3.tier: none is the unquantised control arm",
-}
-SHORT_FLAGS = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-ep": "--enable-expert-parallel",
-    "-dp": "--data-parallel-size",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-q": "--quantization",
-    "-sc": "--speculative-config",
-}
-
-# Names that the kit fills in per rank, or that must not stand in a file that people share.
-_FROM_FABRIC = "the kit reads it from each node's network; nodes differ"
+# Names that the kit fills in per rank, or that must not stand in a file that people share. What the kit reads from each
+# node's network (NCCL_IB_HCA, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, ...) is not among them: the recipe's value wins.
 _PER_RANK = "the kit sets it for each rank"
 _SECRET = "a secret in a recipe ends up in git, logs and images"
 _IMAGE = "it belongs to the image, and changing it hides the image's own files"
-ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": _FROM_FABRIC,
-    "NCCL_IB_GID_INDEX": _FROM_FABRIC,
-    "NCCL_IB_HCA": _FROM_FABRIC,
-    "NCCL_SOCKET_IFNAME": _FROM_FABRIC,
-    "LOCAL_RANK": _PER_RANK,
-    "MASTER_ADDR": _PER_RANK,
-    "MASTER_PORT": _PER_RANK,
-    "RANK": _PER_RANK,
-    "VLLM_HOST_IP": _PER_RANK,
-    "WORLD_SIZE": _PER_RANK,
-    "HF_TOKEN": _SECRET + "; log in on the machine that fetches the weights",
-    "HUGGING_FACE_HUB_TOKEN": _SECRET + "; log in on the machine that fetches the weights",
+_ENVIRONMENT = {
+    **dict.fromkeys(("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"), _PER_RANK),
+    **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "VLLM_HOST_IP"), _PER_RANK),
+    **dict.fromkeys(("EXL3_API", "EXL3_GENERATION", "EXL3_MODEL_DIR", "EXL3_RANK", "EXL3_RECEIPT_DIR"), _PER_RANK),
+    **dict.fromkeys(("EXL3_API_KEY_FILE", "EXL3_RUN_DIR", "EXL3_STAMP"), _PER_RANK),
+    "EXL3_TIER": "set exl3.tier",
     "VLLM_API_KEY": _SECRET + "; set serve.api_key_file",
-    "LD_LIBRARY_PATH": _IMAGE,
-    "LD_PRELOAD": _IMAGE,
-    "PATH": _IMAGE,
-    "PYTHONPATH": _IMAGE,
+    **dict.fromkeys(("PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP"), _IMAGE),
     "VLLM_PLUGINS": "a list without exl3 would serve the weights as another quantisation",
     "VLLM_EXL3_EXT_PATH": "no foreign extension is loaded: the kernels come with the image",
 }
+_BEGINNINGS = {
+    "LD_": _IMAGE,
+    "VLLM_DP_": "the kit starts one gang per recipe",
+}
+_SECRETS = re.compile(
+    r"(.*_)?(TOKEN|SECRET|SECRET_KEY|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID|PASSWORD|PASSWD)", re.IGNORECASE
+)
+_UPPER_CASE = ("CUDA_", "EXL3_", "GLOO_", "HF_", "NCCL_", "VLLM_")  # whose names exist in upper case only
 EXL3_FLAGS = ("EXL3_FAT_SORTED", "EXL3_FAT_BATCHED", "EXL3_FAT_KERNEL", "EXL3_FAT_GROUPED", "VLLM_EXL3_GRAPH_DECODE")
 EXL3_NUMBERS = ("EXL3_MOE_ROW_TILE", "EXL3_TEMP_ROWS_FUSED", "VLLM_EXL3_PREFILL_RECONSTRUCT_M")
 _FLAG_VALUES = ("0", "1", "true", "false")
@@ -95,7 +45,7 @@ def model_faults(repo: str | None, revision: str | None, path: Path | None) -> l
     if repo is None and path is None:
         return [Fault((), "expected either repo and revision, or path", "name the weights")]
     if repo is not None and path is not None:
-        return [Fault(("path",), "both repo and path are given", "keep one of them")]
+        return [Fault(("path",), "both repo and path are given", "keep one; null takes back an inherited value")]
     if repo is not None and revision is None:
         return [Fault(("repo",), "repo is given without revision", "add revision: the 40 hex digits of a commit")]
     if path is not None and revision is not None:
@@ -146,26 +96,6 @@ def memory_faults(share: float | None, size: int | None) -> list[Fault]:
     return []
 
 
-def check_argument(argument: str) -> str:
-    """An argument of `vllm serve`, refused when the recipe has a key for it or the kit sets it.
-
-    vLLM reads `--a-b=v`, `--a_b`, `--no-a-b`, `--a-b.key` and any unique beginning alike, and so does this.
-    """
-    word = argument.split("=", 1)[0].split(".", 1)[0]
-    flag = SHORT_FLAGS.get(word, word.replace("_", "-"))
-    flag = "--" + flag[5:] if flag.startswith("--no-") else flag
-    owned = {**FLAGS, **PER_RANK_FLAGS}
-    # Beginnings shorter than three letters fit several of vLLM's own arguments, and it refuses them itself.
-    begun = [full for full in owned if full.startswith(flag)] if len(flag) >= len("--por") else []
-    if flag.startswith("--data-parallel"):  # -rank, -address and so on are for gangs that the kit does not start
-        flag = "--data-parallel-size"
-    full = flag if flag in owned else begun[0] if len(begun) == 1 else None
-    if full is None:
-        return argument
-    hint = f"set {FLAGS[full]} and remove it here" if full in FLAGS else PER_RANK_FLAGS[full]
-    raise PydanticCustomError("refused", "{what}", {"what": f"{word} is not for args", "hint": hint})
-
-
 def environment_faults(env: Mapping[str, str]) -> list[Fault]:
     """Names that a process can have, that the kit does not own, and strict values for the names that we read."""
     faults = []
@@ -174,8 +104,10 @@ def environment_faults(env: Mapping[str, str]) -> list[Fault]:
             faults.append(Fault((name,), "expected a name of letters, digits and '_'", "no process can read this name"))
         elif "\n" in value or "\r" in value:
             faults.append(Fault((name,), "expected a value of one line", "the engine's env files cannot carry more"))
-        elif name in ENVIRONMENT:
-            faults.append(Fault((name,), f"{name} is not for a recipe", ENVIRONMENT[name]))
+        elif reason := _not_for_a_recipe(name):
+            faults.append(Fault((name,), f"{name} is not for a recipe", reason))
+        elif name != name.upper() and name.upper().startswith(_UPPER_CASE):
+            faults.append(Fault((name,), f"nothing reads {name}", f"did you mean {name.upper()}?"))
         elif name in EXL3_FLAGS and value not in _FLAG_VALUES:
             faults.append(Fault((name,), f'expected 0, 1, true or false, found "{value}"', "anything else is refused"))
         elif name in EXL3_NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 8):
@@ -189,6 +121,15 @@ def environment_faults(env: Mapping[str, str]) -> list[Fault]:
     return faults
 
 
+def _not_for_a_recipe(name: str) -> str | None:
+    """Why this name may not stand in `serve.env`, or None."""
+    if name in _ENVIRONMENT:
+        return _ENVIRONMENT[name]
+    if _SECRETS.fullmatch(name):
+        return _SECRET + "; weights are fetched before the ranks start, and these need no log-in"
+    return next((reason for beginning, reason in _BEGINNINGS.items() if name.startswith(beginning)), None)
+
+
 def recipe_faults(
     *,
     on_cpu: bool,
@@ -197,10 +138,19 @@ def recipe_faults(
     tier: str,
     prefill_reconstruct_m: int | str,
     graph_decode: bool,
+    eager: bool,
+    max_model_len: int | None,
+    answer: int,
     env: Mapping[str, str],
 ) -> list[Fault]:
-    """What two sections say together."""
+    """What two sections say together; `answer` is the probe's number of tokens."""
     faults = []
+    if graph_decode and (eager or on_cpu):
+        why = "serve.enforce_eager turns them off" if eager else "a +cpu image has none"
+        faults.append(Fault(("exl3", "graph_decode"), f"decode is captured in CUDA graphs, and {why}", "remove it"))
+    if max_model_len is not None and answer >= max_model_len:
+        what = f"{answer} tokens and the prompt do not fit into serve.max_model_len {max_model_len}"
+        faults.append(Fault(("probe", "max_tokens"), what, "ask for fewer"))
     if on_cpu and require == "rdma":
         faults.append(Fault(("fabric", "require"), "a +cpu image talks over TCP only", "write require: any"))
     if tier in ("kernel", "grouped") and not (compiled or on_cpu):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from exl3kit.recipe import Recipe
 from exl3kit.yaml_source import Entry, Fields, Node, Scalar
 
 MAX_CHAIN = 8  # files in a chain of extends; a longer one is a mistake or a loop
+PATIENCE_S = 10  # for the writer of a recipe that comes through a pipe
 OWN_KEYS = ("recipe", "name", "purpose")  # what a file says of itself is never inherited
 PATHS = (("model", "path"), ("serve", "api_key_file"))  # relative to the file that names them
 
@@ -79,9 +83,16 @@ def _geometry_faults(recipe: Recipe, tree: Node) -> list[LocatedFault]:
     parallel = recipe.parallel
     quantised = isinstance(config.get("quantization_config"), dict) and recipe.exl3.tier != "none"
     sentences = geometry.cut_faults(config, tensor=parallel.tensor, expert=parallel.expert, exl3=quantised)
-    tensor = yaml_source.find(tree, ("parallel", "tensor")) or path
-    hint = "choose a tensor that fits; parallel.expert keeps experts whole"
-    return [LocatedFault(tensor.place, f"parallel.tensor: {sentence}", hint) for sentence in sentences]
+    found = {
+        "tensor": (sentences, "choose a tensor that fits; parallel.expert keeps experts whole"),
+        "pipeline": (geometry.pipeline_faults(config, pipeline=parallel.pipeline), "choose fewer"),
+        "expert": (geometry.expert_faults(config, expert=parallel.expert), "remove it"),
+    }
+    return [
+        LocatedFault((yaml_source.find(tree, ("parallel", key)) or path).place, f"parallel.{key}: {sentence}", hint)
+        for key, (said, hint) in found.items()
+        for sentence in said
+    ]
 
 
 def locate(ref: str) -> Path:
@@ -129,13 +140,43 @@ def _is_file(path: Path) -> bool:
 def _bytes_of(path: Path) -> bytes:
     source = printable(display(path))
     try:
-        return path.read_bytes()
+        return _read(path)
     except FileNotFoundError:
         raise KitError("there is no such recipe", where=source, next_step=_nearest(str(path))) from None
     except IsADirectoryError:
         raise KitError("expected a recipe, found a directory", where=source, next_step="name a .yaml file") from None
+    except TimeoutError:
+        what = f"nothing came out of this pipe for {PATIENCE_S} s"
+        raise KitError(what, where=source, next_step="is its writer running?") from None
     except OSError as error:
         raise KitError("the recipe cannot be read", where=source, why=error.strerror or str(error)) from None
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file or pipe, at most one more than a recipe may have; a pipe that stays silent is a TimeoutError.
+
+    Without O_NONBLOCK the opening of a pipe that nobody writes to would wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        data, silent_since = b"", time.monotonic()
+        while len(data) <= yaml_source.MAX_BYTES:
+            try:
+                piece = os.read(descriptor, yaml_source.MAX_BYTES + 1 - len(data))
+            except BlockingIOError:
+                piece = None  # no byte yet
+            if piece:
+                data, silent_since = data + piece, time.monotonic()
+            elif piece is not None and (data or not is_pipe):
+                break
+            elif time.monotonic() - silent_since > PATIENCE_S:
+                raise TimeoutError
+            else:
+                time.sleep(0.02)  # a pipe without a writer, at its beginning, may get one
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def _parse(data: bytes, path: Path) -> tuple[Fields, list[LocatedFault]]:
@@ -208,7 +249,7 @@ def _read_override(text: str) -> tuple[Fields, list[LocatedFault]]:
     source = f"--set {text}"
     keys, equals, written = text.partition("=")
     names = keys.split(".")
-    if not equals or not all(names):
+    if not equals or not all(names) or len(names) > yaml_source.MAX_DEPTH or not keys.isprintable():
         what = "expected KEY.KEY=VALUE"
         raise RecipeError([LocatedFault(Place(source, 0, 1), what, "for example --set serve.port=9000")])
     if names == ["extends"]:

@@ -158,7 +158,7 @@ def quoted(text: str) -> str:
 def decode(data: bytes, origin: Origin) -> str:
     """The text of a file; RecipeError when it is too large, not UTF-8, or holds characters that nobody sees."""
     if len(data) > MAX_BYTES:
-        what = f"expected a recipe of at most {MAX_BYTES >> 10} KiB, found {len(data):,} bytes"
+        what = f"expected a recipe of at most {MAX_BYTES >> 10} KiB, found more"
         raise RecipeError([LocatedFault(origin.place(1, 1), what, "is this the right file?")])
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise RecipeError([LocatedFault(origin.place(1, 1), "expected UTF-8, found UTF-16", "save the file as UTF-8")])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,7 @@ BROKEN = {
     "mapping where text is meant": (GOOD.replace("good", "§{a: b}"), ["name: expected text, found a mapping"]),
     "text where a list is meant": (GOOD + "serve: {args: §--x}\n", ["serve.args: expected a list, found the text"]),
     "null where a choice is meant": (GOOD + "exl3: {tier: §null}\n", ["exl3.tier: expected one of", "found null"]),
+    "schema that only equals 1": (GOOD.replace("recipe: 1", "recipe: §true"), ["expected 1, found the boolean true"]),
     "another schema": (GOOD.replace("recipe: 1", "recipe: §2"), ["recipe: expected 1, found the number 2"]),
     # Values.
     "name": (GOOD.replace("good", "§Good"), ["name: expected at most 63 lower-case"]),
@@ -184,6 +188,15 @@ BROKEN = {
     ),
     "codebooks without arch": (GOOD + "  codebooks: §[mcg]\n", ["codebooks are compiled in only for an arch"]),
     "RDMA without a GPU": (GOOD + "fabric: {require: §rdma}\n", ["a +cpu image talks over TCP only"]),
+    "graphs without graphs": (
+        GPU + "exl3: {graph_decode: §true}\nserve: {enforce_eager: true}\n",
+        ["serve.enforce_eager turns them off (remove it)"],
+    ),
+    "graphs without a GPU": (GOOD + "exl3: {graph_decode: §true}\n", ["a +cpu image has none"]),
+    "probe longer than the model": (
+        GOOD + "serve: {max_model_len: 8}\nprobe: {max_tokens: §8}\n",
+        ["8 tokens and the prompt do not fit into serve.max_model_len 8"],
+    ),
     "tier without symbols": (
         "recipe: 1\nname: x\nmodel: {path: .}\nimage: {base: a:b, vllm: 0.33.0}\nexl3: {tier: §grouped}\n",
         ["tier grouped needs the fat symbols, and image.arch compiles none"],
@@ -202,18 +215,34 @@ BROKEN = {
     "argument of many gangs": (GOOD + "serve: {args: [§--data-parallel-rank, 2]}\n", ["one gang per recipe"]),
     "end of the options": (GOOD + "serve: {args: [§--]}\n", ["would no longer be read as options"]),
     "argument that hides the API": (GOOD + "serve: {args: [§--uds=/x]}\n", ["the kit probes the API on serve.port"]),
+    "second name of an argument": (
+        GOOD + "serve: {args: [§--device-memory-utilization, '0.9', §--spec-method=x]}\n",
+        ["set serve.gpu_memory_utilization", "set serve.speculative"],
+    ),
+    "argument that is a secret": (GOOD + "serve: {args: [§--hf-token=x]}\n", ["a secret in a recipe"]),
+    "argument after which vLLM ends": (GOOD + "serve: {args: [§--help=all, §-h]}\n", ["nothing would serve"]),
+    "random weights": (
+        GOOD + "serve: {args: [§--load-format, dummy, §--load_format=dummy]}\n",
+        ["serves random weights"],
+    ),
+    "option and value in one entry": (
+        GOOD + "serve: {args: [§'--reasoning-parser glm45']}\n",
+        ["(write two entries: --reasoning-parser, glm45)"],
+    ),
+    "value without an option": (GOOD + "serve: {args: [§––port, 1]}\n", ["expected an option first"]),
+    "short argument with its value": (GOOD + "serve: {args: [§-n2, §-dpr, 1]}\n", ["vLLM reads -n2 as --nnodes"]),
     "argument of three letters": (GOOD + "serve: {args: [§--por=1]}\n", ["set serve.port"]),
     "short argument": (GOOD + "serve: {args: [§-tp, 2]}\n", ["-tp is not for args (set parallel.tensor"]),
     "negated argument": (GOOD + "serve: {args: [§--no-enforce-eager]}\n", ["set serve.enforce_eager"]),
     "argument with a field": (GOOD + "serve: {args: [§--speculative-config.method, x]}\n", ["set serve.speculative"]),
-    "argument of the gang": (GOOD + "serve: {args: [a, §--node-rank, 1]}\n", ["the kit gives each rank its place"]),
+    "argument of the gang": (GOOD + "serve: {args: [--x, §--node-rank, 1]}\n", ["the kit gives each rank its place"]),
     "argument that is a boolean": (GOOD + "serve: {args: [--x, §true]}\n", ["serve.args[1]: expected text", '"true"']),
     "environment of the kit": (GOOD + "serve: {env: {VLLM_HOST_IP: §x}}\n", ["the kit sets it for each rank"]),
-    "environment of the fabric": (
-        GOOD + "serve: {env: {NCCL_IB_HCA: §x}}\n",
-        ["the kit reads it from each node's network"],
-    ),
     "secret": (GOOD + "serve: {env: {HF_TOKEN: §x}}\n", ["a secret in a recipe ends up in git, logs and images"]),
+    "secret of another service": (GOOD + "serve: {env: {AWS_SECRET_ACCESS_KEY: §x, hf_token: §x}}\n", ["a secret in"]),
+    "library put before the image's": (GOOD + "serve: {env: {LD_AUDIT: §/x}}\n", ["it belongs to the image"]),
+    "setting with a key": (GOOD + "serve: {env: {EXL3_TIER: §x}}\n", ["not for a recipe (set exl3.tier)"]),
+    "name in lower case": (GOOD + "serve: {env: {nccl_ib_hca: §x}}\n", ["did you mean NCCL_IB_HCA?"]),
     "foreign extension": (
         GOOD + "serve: {env: {VLLM_EXL3_EXT_PATH: §/x}}\n",
         ["VLLM_EXL3_EXT_PATH is not for a recipe (no foreign extension is loaded"],
@@ -309,6 +338,12 @@ def test_arguments_that_are_the_recipes_own_business_pass(tmp_path: Path) -> Non
     assert recipe.serve.args == args
 
 
+@pytest.mark.parametrize("name", ["NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_IB_GID_INDEX", "GLOO_SOCKET_IFNAME"])
+def test_a_name_of_the_fabric_is_the_recipes_to_set(name: str, tmp_path: Path) -> None:
+    recipe = recipes.load(str(write(tmp_path, GOOD + f"serve: {{env: {{{name}: 3}}}}\n")))
+    assert recipe.serve.env == {name: "3"}
+
+
 @pytest.mark.parametrize("text", [GOOD, GPU])
 def test_the_recipes_that_mistakes_are_put_into_are_good(text: str, tmp_path: Path) -> None:
     assert recipes.load(str(write(tmp_path, text))).name == "good"
@@ -354,7 +389,7 @@ def test_a_file_full_of_faults_is_cut_short(tmp_path: Path) -> None:
     [
         (GOOD.encode() + b"purpose: caf\xe9\n", 7, 13, "expected UTF-8, found the byte 0xe9"),
         ("\ufeff".encode("utf-16-le") + GOOD.encode("utf-16-le"), 1, 1, "expected UTF-8, found UTF-16"),
-        (b"# " + b"x" * (256 << 10), 1, 1, "expected a recipe of at most 256 KiB, found 262,146 bytes"),
+        (b"# " + b"x" * (256 << 10), 1, 1, "expected a recipe of at most 256 KiB, found more"),
         (b"\x93NUMPY\x01\x00v\x00{", 1, 1, "expected UTF-8, found the byte 0x93"),
         (
             b"a: &a [x]\n" + b"".join(b"%c: &%c [*%c,*%c]\n" % (c, c, c - 1, c - 1) for c in b"bcdefgh"),
@@ -382,6 +417,26 @@ def test_windows_line_ends_and_byte_order_mark_change_neither_meaning_nor_place(
     assert faults_of(path)[0][:2] == (7, 9)
     path.write_bytes(prefix + GOOD.replace("recipe", "recipes", 1).encode())
     assert (1, 1) in [fault[:2] for fault in faults_of(path)]
+
+
+def test_a_recipe_may_come_through_a_pipe_but_nobody_waits_for_one_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a pipe, when its writer is late, then the recipe is read; when there is none, then that is said."""
+    pipe = tmp_path / "r.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: (time.sleep(0.2), pipe.write_text(GOOD)))
+    writer.start()
+    assert recipes.load(str(pipe)).name == "good"
+    writer.join()
+    monkeypatch.setattr(recipes, "PATIENCE_S", 0.1)
+    with pytest.raises(KitError, match=r"nothing came out of this pipe"):
+        recipes.load(str(pipe))
+
+
+def test_a_source_without_end_is_cut() -> None:
+    with pytest.raises(RecipeError, match="expected a recipe of at most 256 KiB"):
+        recipes.load("/dev/zero")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

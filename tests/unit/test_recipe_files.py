@@ -124,7 +124,7 @@ def test_a_chain_without_end_is_cut(tree: Path) -> None:
 def test_overrides_are_typed_as_yaml(tree: Path) -> None:
     recipe = recipes.load(
         child(tree, ""),
-        ["serve.port=9000", "serve.args=[--x, 'a b', 5]", "serve.env.THREE=3", "exl3.graph_decode=true", "name=other"],
+        ["serve.port=9000", "serve.args=[--x, 'a b', 5]", "serve.env.THREE=3", "exl3.tier=none", "name=other"],
     )
     assert (recipe.serve.port, recipe.serve.args, recipe.name) == (9000, ["--x", "a b", "5"], "other")
     assert recipe.serve.env == {"ONE": "1", "TWO": "2", "THREE": "3"}
@@ -138,13 +138,15 @@ def test_overrides_are_typed_as_yaml(tree: Path) -> None:
         ("srve.port=1", "--set srve.port=1 (column 1): unknown key srve (did you mean serve?)"),
         ("serve.port=x", '--set serve.port=x (column 12): serve.port: expected a whole number, found the text "x"'),
         ("serve.port.x=1", "(column 12): serve.port: expected a whole number, found a mapping"),
-        ("serve.args=[a, -tp]", "--set serve.args=[a, -tp] (column 16): serve.args[1]: -tp is not for args"),
+        ("serve.args=[-x, -tp]", "--set serve.args=[-x, -tp] (column 17): serve.args[1]: -tp is not for args"),
         ("serve.port=", "(column 12): expected a value after = (null unsets a key)"),
         ("serve.port", "(column 1): expected KEY.KEY=VALUE (for example --set serve.port=9000)"),
         ("=1", "(column 1): expected KEY.KEY=VALUE"),
         ("serve..port=1", "(column 1): expected KEY.KEY=VALUE"),
         ("", "--set  (column 1): expected KEY.KEY=VALUE"),
         ("extends=demo", "(column 1): extends belongs in a file"),
+        ("serve." + "a." * 2000 + "b=1", "expected KEY.KEY=VALUE"),
+        ("serve.\udcff=1", "expected KEY.KEY=VALUE"),
         ("serve.args=[a", "--set serve.args=[a (column 14): not YAML"),
         ("exl3.tier=off", "(column 11): exl3.tier: expected one of auto"),
         ("serve.env={A: 1, A: 2}", "(column 18): the key A is given twice, first at column 12"),
@@ -185,7 +187,7 @@ def test_the_demos_differ_only_in_what_they_are_for() -> None:
 def test_the_view_loads_again_as_the_same_recipe(prompt: str, tree: Path) -> None:
     """Given any text, when the effective recipe is written as YAML and read, then it is the same recipe."""
     text = recipe_view.write(prompt)
-    original = recipes.load_effective(child(tree, f"serve: {{env: {{X: {text}}}, args: [{text}]}}\n"))
+    original = recipes.load_effective(child(tree, f"serve: {{env: {{X: {text}}}, args: [--x, {text}]}}\n"))
     assert original.recipe.serve.env["X"] == prompt
     again = tree / "again.yaml"
     again.write_text(recipe_view.as_yaml(original), encoding="utf-8")

@@ -109,6 +109,18 @@ def test_a_local_checkpoint_is_looked_at(tmp_path: Path) -> None:
     assert recipes.load(ref, ["exl3.tier=none"]).exl3.tier == "none"  # the unquantised control arm has no blocks
 
 
+def test_stages_and_experts_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Given two layers and no experts, then three stages and spread experts are refused where they were asked for."""
+    ref = recipe(tmp_path, {**DENSE, "num_hidden_layers": 2}, "parallel: {tensor: 2, pipeline: 3, expert: true}\n")
+    with pytest.raises(RecipeError) as caught:
+        recipes.load(ref)
+    assert [(fault.place.column, fault.what) for fault in caught.value.faults] == [
+        (33, "parallel.pipeline: 2 layers are fewer than 3 stages"),
+        (44, "parallel.expert: the model has no experts to spread"),
+    ]
+    assert recipes.load(ref, ["parallel.pipeline=2", "parallel.expert=false"]).parallel.pipeline == 2
+
+
 @pytest.mark.parametrize("config", ["", "{", "[1]", "[" * 100_000, "\0"])
 def test_a_broken_config_is_a_fault_of_the_path(config: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
