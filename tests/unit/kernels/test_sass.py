@@ -116,8 +116,8 @@ def trellis_gemms(library: Path, target: str, cuobjdump: Path) -> Iterator[tuple
             yield int(found[1]), name, body
 
 
-# The bar is 5.3. `thin` keeps to 80 registers, so that three CTAs fit, and pays for it by computing the swizzled addresses
-# of two row blocks again and again; its rows are few and its time is DRAM's.
+# The bar is 5.3. `thin` keeps to 80 registers, so that three CTAs fit, and pays for it by computing the swizzled
+# addresses of two row blocks again and again; its rows are few and its time is DRAM's.
 MOST_PER_WEIGHT = {"thin": 5.75}
 
 
