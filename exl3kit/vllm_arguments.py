@@ -112,8 +112,8 @@ def owner(option: str) -> str | None:
         return flag
     if flag.startswith("--data-parallel"):  # -rank, -address and so on are for gangs that the kit does not start
         return "--data-parallel-size"
-    # Beginnings shorter than three letters fit several of vLLM's own arguments, and it refuses them itself.
-    begun = [full for full in _OWNED if full.startswith(flag)] if len(flag) >= len("--por") else []
+    # A single letter fits several of vLLM's own arguments, and it refuses that itself; `--ho` is unique.
+    begun = [full for full in _OWNED if full.startswith(flag)] if len(flag) >= len("--ho") else []
     return begun[0] if len(begun) == 1 else None
 
 
