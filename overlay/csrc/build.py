@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import units
-from compiler import BuildError, Request, Tools, compile_all, find_tools
+from compiler import BuildError, Request, Tools, compile_all, find_tools, forget_unused
 from link import link, manifest, write_sidecar
 from toolchain import MACHINES, ToolchainError, build_machine, default_cache, install
 
@@ -31,6 +31,7 @@ def build(request: Request, tools: Tools, cache: Path, out: Path, workers: int) 
     built = compile_all(jobs, request, tools, cache, workers)
     claims = manifest(built, request, tools)
     link(built, claims, tools, out)
+    forget_unused(cache)
     return write_sidecar(built, claims, out)
 
 

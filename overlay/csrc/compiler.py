@@ -24,6 +24,7 @@ from toolchain import STAMP, build_machine, sha256
 
 TORCH_TARGET = "0x020a000000000000"  # stable ABI of torch 2.10: the oldest with raw data pointers of a tensor
 OBJECT_SCHEMA = "1"  # bump when the way objects are made changes without a flag saying so
+KEPT_DAYS = 30
 NVCC_FLAGS = ("-std=c++17", "-O3", "--use_fast_math", "-Xptxas", "-v")
 HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 
@@ -173,6 +174,7 @@ def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path, thr
     target = cache / "objects" / key[:2] / f"{key}.o"
     report = target.with_suffix(".json")
     if target.is_file() and report.is_file():
+        target.touch()
         return Built(job, target, [ptxas.KernelUse(**use) for use in json.loads(report.read_text())], 0.0, True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
@@ -211,6 +213,15 @@ def compile_all(jobs: list[units.Job], request: Request, tools: Tools, cache: Pa
     if found:
         raise BuildError("kernels over their budget:\n  " + "\n  ".join(sorted(found)))
     return sorted(built, key=lambda one: one.job.label)
+
+
+def forget_unused(cache: Path) -> None:
+    """Delete objects that no build has used for ``KEPT_DAYS``: a changed header leaves every older object behind."""
+    oldest = time.time() - KEPT_DAYS * 86400
+    for target in (cache / "objects").glob("*/*.o"):
+        if target.stat().st_mtime < oldest:
+            target.with_suffix(".json").unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
 
 
 def _tell(one: Built, done: int, total: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_only_units_that_include_an_edited_header_are_compiled_again(
 
     assert labels(said, cached=True) == {"grouped.cu", "bind.cpp"}
     assert labels(said, cached=False) == {"dense.cu", "dispatch.cpp"}
+
+
+def test_objects_that_no_build_used_for_a_month_are_forgotten(workshop: Workshop, tmp_path: Path) -> None:
+    mine = Workshop(workshop.toolchain, tmp_path / "cache")
+    mine.build(tmp_path / "x.so", mine.request(torch=False))
+    used = sorted((tmp_path / "cache").rglob("*.o"))
+    stale = tmp_path / "cache/objects/00/stale.o"
+    stale.parent.mkdir(exist_ok=True)
+    stale.touch()
+    for path in (*used, stale):
+        os.utime(path, (0, 0))
+    mine.build(tmp_path / "x.so", mine.request(torch=False))
+    assert sorted((tmp_path / "cache").rglob("*.o")) == used
 
 
 def test_the_sidecar_has_the_resources_of_every_kernel_and_target(native: Path) -> None:
