@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    get_world_group,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -17,12 +22,16 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from exl3_vllm import dense_ops, receipt  # noqa: F401  (dense_ops registers the operators)
-from exl3_vllm.errors import CheckpointError, LayoutError
+from exl3_vllm.diagnostics import DIAGNOSTICS, Facts
+from exl3_vllm.errors import CheckpointError, LayoutError, TierError
+from exl3_vllm.experts import Plan
 from exl3_vllm.format import Checkpoint
 from exl3_vllm.linear import Exl3LinearMethod
 from exl3_vllm.loading import ModelLoading
 from exl3_vllm.moe import Exl3MoEMethod, experts_of
 from exl3_vllm.names import ModuleNames
+from exl3_vllm.settings import TIER, Settings
+from exl3_vllm.tiers import Resolution, decide
 
 logger = init_logger("vllm.exl3")
 
@@ -40,11 +49,21 @@ def checkpoint_directory(model: str, revision: str | None) -> Path:
 
 @register_quantization_config("exl3")
 class Exl3Config(QuantizationConfig):
-    """EXL3, decided per tensor. `config.json` contributes nothing but its remark on demo models."""
+    """EXL3, decided per tensor. `config.json` contributes nothing but its remark on demo models.
+
+    Raises
+    ------
+    SettingError: an environment variable of the overlay is not understood.
+    TierError: the recipe asks for the unquantised control (`tier: none`) and this checkpoint is quantised.
+    """
 
     def __init__(self, demo: str | None) -> None:
         super().__init__()
         self.demo = demo
+        self.settings = Settings.from_environ(os.environ)
+        if self.settings.asked == "none":
+            next_step = "Serve `python -m exl3_vllm.export CHECKPOINT TARGET` instead, or ask for another tier"
+            raise TierError(f"{TIER}=none", "is the unquantised control, and this checkpoint is EXL3", next_step)
         self.names: ModuleNames | None = None
         self.loading: ModelLoading | None = None
 
@@ -93,7 +112,7 @@ class Exl3Config(QuantizationConfig):
             raise CheckpointError(str(checkpoint.directory), "holds no trellis tensor", next_step)
         plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
         self.names = ModuleNames(checkpoint.matrices, plain)
-        self.loading = ModelLoading(checkpoint, on_complete=self._report)
+        self.loading = ModelLoading(checkpoint, on_complete=self._complete)
         layers = getattr(getattr(hf_config, "text_config", None) or hf_config, "num_hidden_layers", None)
         self.loading.ignored_layers = partial(_not_ours, layers)
 
@@ -148,17 +167,37 @@ class Exl3Config(QuantizationConfig):
         assert self.loading is not None, "vLLM calls maybe_update_config before it builds the model"
         return self.loading
 
-    def _report(self) -> None:
-        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        report = receipt.load_report(self._loading(), rank, size, "cpu", self.demo)
+    def _complete(self) -> None:
+        """All layers are filled: decide the tier once for all of them, and give the account of this rank."""
+        loading, settings = self._loading(), self.settings
+        shared = bool(loading.shared_suh) and all(loading.shared_suh.values())
+        if loading.shared_suh:
+            resolution = decide(settings.asked, settings.flagged, shared, ())
+        elif settings.asked in (None, "auto"):
+            resolution = Resolution(settings.flagged, "legacy", "no_moe_layers")
+        else:
+            what = "was asked for by name, and this model has no routed experts"
+            raise TierError(f"tier {settings.asked}", what, "Ask for auto")
+        loading.plan = Plan(resolution, settings.cap, settings.row_tile)
+        DIAGNOSTICS.facts = Facts(
+            resolution=resolution,
+            moe_layers=len(loading.shared_suh),
+            shared_suh_layers=sum(loading.shared_suh.values()),
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=get_tensor_model_parallel_world_size(),
+            stamp=os.environ.get("EXL3_STAMP"),
+            rank=get_world_group().rank,
+            generation=os.environ.get("EXL3_GENERATION"),
+        )
+        report = receipt.load_report(loading, DIAGNOSTICS.facts.rank, self.demo)
         logger.info(
-            "EXL3 rank %d of %d: %d trellis matrices in %d layers, %d bytes here, rates %s, codebooks %s",
-            *(rank, size, report["trellis_tensors"], report["layers"], report["trellis_bytes"]),
-            *(report["rates"], report["codebooks"]),
+            "EXL3 rank %d: %d trellis matrices in %d layers, %d bytes here, rates %s, codebooks %s; tier %s (%s)",
+            *(report["rank"], report["trellis_tensors"], report["layers"], report["trellis_bytes"]),
+            *(report["rates"], report["codebooks"], resolution.tier, resolution.reason),
         )
         directory = os.environ.get(RECEIPT_DIR)
         if directory:
-            receipt.write_report(report, Path(directory))
+            receipt.keep_writing(report, DIAGNOSTICS.report, Path(directory))
 
 
 def _not_ours(layers: int | None, layer: int) -> bool:

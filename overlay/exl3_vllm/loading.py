@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from exl3_vllm.errors import CompletenessError
+from exl3_vllm.experts import Plan
 from exl3_vllm.format import Checkpoint, TrellisMatrix
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -23,6 +24,11 @@ class ModelLoading:
     ----------
     checkpoint: what the files hold.
     on_complete: called once, when every announced layer is filled and every matrix is accounted for.
+
+    Attributes
+    ----------
+    shared_suh: for each layer of experts, whether gate and up of every expert have the same input scales.
+    plan: how the experts run; set when loading is complete.
     """
 
     def __init__(self, checkpoint: Checkpoint, on_complete: Callable[[], None]) -> None:
@@ -30,6 +36,8 @@ class ModelLoading:
         self.on_complete = on_complete
         self.layers: dict[str, list[TrellisMatrix]] = {}
         self.trellis_bytes: dict[str, int] = {}
+        self.shared_suh: dict[str, bool] = {}
+        self.plan: Plan | None = None
         self.ignored_layers: Callable[[int], bool] = lambda _layer: False
 
     def announce(self, prefix: str, matrices: Iterable[TrellisMatrix]) -> None:

@@ -10,9 +10,12 @@ import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
 from exl3_vllm.cut import Cut, check_columns, check_rows
+from exl3_vllm.diagnostics import DIAGNOSTICS
 from exl3_vllm.errors import LayoutError
+from exl3_vllm.experts import DecodedExperts, Scratch, run_experts
 from exl3_vllm.format import Checkpoint, TrellisMatrix
 from exl3_vllm.linear import DTYPES
 from exl3_vllm.loading import ModelLoading
@@ -23,6 +26,9 @@ Experts = Mapping[tuple[int, str], TrellisMatrix]
 """Stored matrices by (global expert, vLLM's shard: w1 gate, w3 up, w2 down)."""
 
 PARAMETER = {"w1": "w13", "w3": "w13", "w2": "w2"}
+
+SCRATCH = Scratch(DIAGNOSTICS)
+"""Layers run one after another, so one buffer serves all of them and memory does not grow with their number."""
 
 
 def experts_of(layer: RoutedExperts, prefix: str, names: ModuleNames, checkpoint: Checkpoint) -> Experts:
@@ -62,9 +68,8 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         """What would change the result and is not computed here must stop the start, not be left out."""
         unknown = {
             f"activation {layer.activation.value}": layer.activation != MoEActivation.SILU,
-            "a SwiGLU limit": layer.swiglu_limit is not None,
-            "a SwiGLU alpha": layer.swiglu_alpha is not None,
-            "a SwiGLU beta": layer.swiglu_beta is not None,
+            "a SwiGLU alpha": layer.swiglu_alpha not in (None, 1.0),
+            "a SwiGLU beta": layer.swiglu_beta not in (None, 0.0),
             "route weights on the input": layer.apply_router_weight_on_input,
             "expert biases": self.moe.has_bias,
         }
@@ -142,8 +147,15 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         gate_up = [torch.cat([self._decoded(expert, "w1"), self._decoded(expert, "w3")]) for expert in local]
         layer.w13_weight = Parameter(torch.stack(gate_up), requires_grad=False)
         layer.w2_weight = Parameter(torch.stack([self._decoded(e, "w2") for e in local]), requires_grad=False)
+        self.decoded = DecodedExperts(layer.w13_weight, layer.w2_weight, layer.swiglu_limit)
+        self.loading.shared_suh[self.prefix] = all(self._shares_suh(expert) for expert in local)
         self.loading.filled(self.prefix, sum(part.trellis_bytes for part in self.parts.values()))
         self.parts = {}
+
+    def _shares_suh(self, expert: int) -> bool:
+        """Looked at, never assumed: native packs share the signs of gate's and up's scales, not the magnitudes."""
+        gate, up = (self.parts[expert, shard].scales(0)[0] for shard in ("w1", "w3"))
+        return torch.equal(gate, up)
 
     def _decoded(self, expert: int, shard: str) -> torch.Tensor:
         return self.parts[expert, shard].decoded(self.inner if shard == "w2" else self.hidden, self.dtype)
@@ -151,6 +163,11 @@ class Exl3MoEMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's modular family is used, so the runner does shared experts and the reduction."""
         return None
+
+    @property
+    def mk_can_overlap_shared_experts(self) -> bool:
+        """True: `apply` runs the shared experts, on its own stream. Kernels of two streams would share one arena."""
+        return True
 
     def apply(
         self,
@@ -161,5 +178,10 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        local = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
-        return torch.ops.exl3.dense_moe(x, layer.w13_weight, layer.w2_weight, topk_weights, local)
+        """The routed experts of x [T, H]. Runs inside vLLM's opaque operator, so its branches are taken at run time."""
+        if shared_experts is not None:
+            shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+        local = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()].long()
+        plan = self.loading.plan
+        assert plan is not None, "vLLM finishes loading before it runs the model"
+        return run_experts(x, topk_weights, local, self.decoded, plan, SCRATCH, DIAGNOSTICS)

@@ -33,6 +33,7 @@ def test_five_answers_are_exact_and_the_rank_reports_what_it_loaded(
     assert report["codebooks"] == {"mcg": 15}
     assert report["rates"] == {"3": 14, "4": 1}
     assert "not quality" in report["demo"]
+    assert (report["effective_tier"], report["tier_reason"]) == ("legacy", "no_moe_layers")
 
 
 def test_greedy_text_equals_transformers_on_dequantised_weights(engine: Engine, models: Path, tmp_path: Path) -> None:
