@@ -59,8 +59,13 @@ def environments(home: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A kit in a folder with spaces whose first start was interrupted, and whose next two came at the same time."""
+    """A kit in a folder with spaces whose first start was interrupted, and whose next two came at the same time.
+
+    Links to nowhere stand at the place of its environment, and where a killed start left something.
+    """
     home = copy_of_the_kit(tmp_path_factory.mktemp("launcher") / "a folder, with spaces")
+    for name in (".venv", ".venv-new-old1"):
+        (home / name).symlink_to("/nowhere/at/all")
     interrupted = start(home, "--help", start_new_session=True)
     deadline = time.monotonic() + 60
     while not environments(home):
@@ -110,6 +115,27 @@ def test_a_hostile_environment_does_not_reach_it(home: Path, tmp_path: Path) -> 
         (tmp_path / name).write_text("raise SystemExit('the wrong module')")
     done = kit(home, "--help", cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_closed_streams_do_not_stop_it(closed: str, home: Path) -> None:
+    line = f'"$0" kit.py recipe list {closed}'
+    done = subprocess.run(["bash", "-c", line, sys.executable], cwd=home, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_damaged_environment_is_a_sentence(home: Path) -> None:
+    """Given an environment that lost a package, when the kit starts, then it says so and how to make it anew."""
+    (package,) = home.glob(".venv/lib/python3.*/site-packages/typer")
+    package.rename(home / "away")
+    try:
+        done = kit(home, "recipe", "list")
+    finally:
+        (home / "away").rename(package)
+    assert done.returncode == 3
+    assert done.stderr == (
+        f"kit: {home}/.venv is damaged: No module named 'typer'\n  next: `rm -r '{home}/.venv'`, then start again\n"
+    )
 
 
 def test_later_starts_are_fast(home: Path) -> None:
@@ -173,6 +199,8 @@ def test_an_old_python_gets_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     """Given 40 MiB of room, when the environment is to be made, then the kit says beforehand how much it needs."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
+        pytest.skip("this root may not make mount namespaces")
     home = copy_of_the_kit(tmp_path / "kit")
     script = (
         'mount -t tmpfs -o size=40m none "$1/small" && cp -r "$1"/kit/* "$1/small/" && "$2" "$1/small/kit.py" --help'
