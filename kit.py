@@ -31,6 +31,9 @@ class Refusal(Exception):
 
 def main() -> None:
     """Run the kit: at once inside its environment, else by way of making it."""
+    for closed in ("stdout", "stderr"):
+        if getattr(sys, closed) is None:  # `>&-`
+            setattr(sys, closed, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
     if sys.version_info < OLDEST:
         raise Refusal(
             "this is Python {}.{}, the kit needs {}.{} or newer".format(*sys.version_info[:2], *OLDEST),
@@ -39,8 +42,10 @@ def main() -> None:
     venv = find_environment() or make_environment(choose_place(), REQUIREMENTS)
     if os.path.realpath(sys.prefix) == os.path.realpath(venv):
         sys.path.insert(0, REPO)
-        from exl3kit.cli import main as run
-
+        try:
+            from exl3kit.cli import main as run
+        except ImportError as error:
+            raise Refusal(f"{venv} is damaged: {error}", f"`rm -r '{venv}'`, then start again") from error
         run()
         return
     sys.stdout.flush()
@@ -151,18 +156,28 @@ def replace_environment(venv: str, requirements: str) -> None:
     from shutil import rmtree
 
     for left_over in glob(escape(venv) + "-new-*"):
-        rmtree(left_over)
+        remove(left_over)
     beside = f"{venv}-new-{os.getpid()}"
     try:
         install(beside, requirements, final=venv)
         if os.path.lexists(venv):
             replaced = f"{venv}-new-old{os.getpid()}"
             os.rename(venv, replaced)
-            rmtree(replaced)
+            remove(replaced)
         os.rename(beside, venv)
     except BaseException:
         rmtree(beside, ignore_errors=True)
         raise
+
+
+def remove(path: str) -> None:
+    """Remove what stands there, of whatever kind; of a link only the link."""
+    from shutil import rmtree
+
+    if os.path.isdir(path) and not os.path.islink(path):
+        rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def wait_for(lock: "IO[str]", flags: int, deadline: float = 900.0) -> None:

@@ -25,7 +25,7 @@ def copy_of_the_kit(target: Path) -> Path:
     for name in NEEDED:
         source = REPOSITORY / name
         if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
         else:
             shutil.copy(source, target / name)
     return target
@@ -206,7 +206,8 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
         'mount -t tmpfs -o size=40m none "$1/small" && cp -r "$1"/kit/* "$1/small/" && "$2" "$1/small/kit.py" --help'
     )
     (tmp_path / "small").mkdir()
-    shutil.rmtree(home / "models")
+    for name in ("models", "overlay"):
+        shutil.rmtree(home / name)
     command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), sys.executable]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
