@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import sys
 
 import typer
@@ -31,10 +31,8 @@ for verb in (serve.up, serve.down, serve.status, serve.logs, serve.render, demo.
 
 def main() -> None:
     """Run one verb and leave with its exit code; whatever goes wrong becomes a sentence, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a verb
-    raise SystemExit(_run(as_json="--json" in sys.argv))
+    output.prepare()
+    raise SystemExit(output.settle(_run(as_json="--json" in sys.argv)))
 
 
 def _run(*, as_json: bool) -> int:
@@ -47,7 +45,11 @@ def _run(*, as_json: bool) -> int:
         return _misused(error, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         status = int(ExitCode.INTERRUPTED)
+    except SystemExit as ended:  # typer's way out when the reader of stdout left
+        status = ended.code
     except Exception as error:
+        if output.is_lost():
+            return int(ExitCode.FAULT)  # nothing was wrong with the verb; `settle` says what was
         from exl3kit.cli import crash
 
         return output.refuse(crash.report(error), as_json=as_json)
@@ -60,5 +62,6 @@ def _misused(error: typer.TyperException, *, as_json: bool) -> int:
     """A verb, option or argument that does not exist; typer's own words say which, and what was meant."""
     if as_json:
         output.emit(KitError(error.format_message(), next_step="kit --help").as_json())
-    getattr(error, "show", lambda: print(error.format_message(), file=sys.stderr))()
+    with contextlib.suppress(OSError):  # a stderr that takes nothing changes no verdict
+        getattr(error, "show", lambda: print(error.format_message(), file=sys.stderr))()
     return int(ExitCode.USAGE)

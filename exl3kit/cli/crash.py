@@ -13,6 +13,9 @@ from exl3kit.faults import printable
 
 def report(error: Exception) -> KitError:
     """The sentence for an exception that no verb expected; its traceback goes to a file that only the user may read."""
+    if isinstance(error, ImportError) and not (error.name or "").startswith("exl3kit"):
+        what = printable(f"the kit's environment is damaged: {error}")
+        return KitError(what, next_step=f"rm -r {sys.prefix}, then start kit.py again", code=ExitCode.PREFLIGHT)
     what = printable(f"the kit failed: {type(error).__name__}: {error}".rstrip(": "))
     try:
         log = _write(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -160,6 +161,51 @@ def test_a_bug_is_a_sentence_and_a_log(
     assert json.loads(printed.out)["exit_code"] == ExitCode.FAULT
     assert 'raise ZeroDivisionError("a bug")' in log.read_text()
     assert log.stat().st_mode & 0o077 == 0
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in which `kit` is the program, from the repository."""
+    program = f'kit() {{ {shlex.quote(sys.executable)} -m exl3kit.cli "$@"; }}; {line}'
+    return subprocess.run(
+        ["bash", "-c", program], cwd=paths.REPO, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("verb", ["recipe list", "recipe schema", "lock demo", "--help", "recipe show demo"])
+def test_a_reader_that_left_is_no_error(verb: str) -> None:
+    """Given a pipe whose reader ended, when a verb prints, then it ends quietly, as any program in a pipe."""
+    done = shell(f"kit {verb} | true; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")
+
+
+@pytest.mark.parametrize("verb", ["recipe list", "recipe schema", "lock demo", "--help", "recipe check nope"])
+def test_a_full_disk_behind_stdout_is_one_sentence(verb: str) -> None:
+    done = shell(f"kit {verb} > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "kit: stdout cannot be written (No space left on device)\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "2>/dev/full", ">&- 2>&-", "<&-"])
+def test_closed_streams_change_neither_verdict_nor_json(closed: str) -> None:
+    """Given a closed or full stream, then the exit code is the same, and stdout holds the JSON object or nothing."""
+    done = shell(f"kit recipe show nope --json {closed}")
+    assert done.returncode == ExitCode.USAGE
+    assert ">&-" in closed.split() or json.loads(done.stdout)["exit_code"] == ExitCode.USAGE
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_environment_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given an environment that lost a package, when a verb needs it, then the way out is named."""
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    monkeypatch.delitem(sys.modules, "exl3kit.recipe")
+    monkeypatch.delitem(sys.modules, "exl3kit.recipes")
+    monkeypatch.delattr("exl3kit.recipes")
+    monkeypatch.setattr(sys, "argv", ["kit", "recipe", "show", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == ExitCode.PREFLIGHT
+    said = capsys.readouterr().err
+    assert said.startswith("kit: the kit's environment is damaged: ")
+    assert f"next: rm -r {sys.prefix}, then start kit.py again" in said
 
 
 def test_a_terminal_without_utf8_ends_no_verb(tmp_path: Path) -> None:

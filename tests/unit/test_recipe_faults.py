@@ -232,7 +232,7 @@ BROKEN = {
     "value without an option": (GOOD + "serve: {args: [§––port, 1]}\n", ["expected an option first"]),
     "short argument with its value": (GOOD + "serve: {args: [§-n2, §-dpr, 1]}\n", ["vLLM reads -n2 as --nnodes"]),
     "argument of three letters": (GOOD + "serve: {args: [§--por=1]}\n", ["set serve.port"]),
-    "argument of two letters": (GOOD + "serve: {args: [§--ho=::]}\n", ["set serve.listen"]),
+    "argument of two letters": (GOOD + "serve: {args: [§--ho=x]}\n", ["set serve.listen"]),
     "short argument": (GOOD + "serve: {args: [§-tp, 2]}\n", ["-tp is not for args (set parallel.tensor"]),
     "negated argument": (GOOD + "serve: {args: [§--no-enforce-eager]}\n", ["set serve.enforce_eager"]),
     "argument with a field": (GOOD + "serve: {args: [§--speculative-config.method, x]}\n", ["set serve.speculative"]),
