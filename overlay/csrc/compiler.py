@@ -129,28 +129,34 @@ def _version(argv: list[str]) -> str:
 
 
 def compile_argv(job: units.Job, request: Request, tools: Tools) -> list[str]:
-    """argv that compiles ``job``, without the output file."""
+    """argv that compiles ``job`` in the folder of the sources, without the output file.
+
+    The same sources give the same bytes anywhere: no path of this machine gets in, and no random names.
+    """
     defines = [f"-D{name}={value}" for name, value in job.defines]
-    include = [f"-I{request.source}"]
     if job.rate is not None:
         defines += [f"-D{define}" for define in request.defines]
+    include = [f"-I{tools.host_tree}/include"]
+    host = [*HOST_FLAGS, f"-ffile-prefix-map={tools.host_tree}=cuda"]
     if job.unit.path.suffix == ".cu":
-        host = [f"-Xcompiler={','.join(HOST_FLAGS)}", f"-ccbin={tools.cxx}", f"-I{tools.host_tree}/include"]
-        return [str(tools.nvcc), *NVCC_FLAGS, *request.gencode(), *host, *include, *defines, "-c", str(job.unit.path)]
+        kernels = [*NVCC_FLAGS, *request.gencode(), f"-frandom-seed={job.label}"]
+        passed = [f"-Xcompiler={','.join(host)}", f"-ccbin={tools.cxx}"]
+        return [str(tools.nvcc), *kernels, *passed, *include, *defines, "-c", job.unit.name]
     if job.unit.torch:
         if tools.torch_include is None:
             remedy = "build.py toolchain --torch-headers, or pass --torch-include"
             raise BuildError(f"{job.unit.name} needs torch's headers; next: {remedy}")
         include += ["-isystem", str(tools.torch_include)]
+        host += [f"-ffile-prefix-map={tools.torch_include}=torch"]
         defines += [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-DUSE_CUDA"]
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", *HOST_FLAGS]
-    return [tools.cxx, *flags, *include, f"-I{tools.host_tree}/include", *defines, "-c", str(job.unit.path)]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", *host]
+    return [tools.cxx, *flags, *include, *defines, "-c", job.unit.name]
 
 
 def object_key(job: units.Job, request: Request, tools: Tools) -> str:
     """Content address of a job's object: sources with their includes, flags, compilers, and torch's headers if used."""
     files = units.sources(job.unit.path)
-    paths = {str(request.source): "CSRC", str(tools.tree): "TOOLS", str(tools.host_tree): "HOST"}
+    paths = {str(tools.tree): "TOOLS", str(tools.host_tree): "HOST"}
     torch = ""
     if job.unit.torch and tools.torch_include:
         paths[str(tools.torch_include)] = "TORCH"
@@ -182,7 +188,8 @@ def compile_job(job: units.Job, request: Request, tools: Tools, cache: Path, thr
         side_by_side = ["--threads", str(threads)] if job.unit.path.suffix == ".cu" else []
         argv = [*compile_argv(job, request, tools), *side_by_side, "-o", str(fresh)]
         began = time.monotonic()
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": scratch})
+        environment = {**os.environ, "TMPDIR": scratch}
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment, cwd=request.source)
         seconds = time.monotonic() - began
         if done.returncode:
             lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("ptxas info")]

@@ -82,7 +82,14 @@ def link(built: list[Built], claims: dict[str, Any], tools: Tools, out: Path) ->
         source.write_text(MANIFEST_SOURCE.format(text=text))
         objects = [str(one.object) for one in built]
         libraries = [f"-L{tools.host_tree}/lib", "-lcudart_static", "-lpthread", "-ldl", "-lrt"]
-        strict = ["--exclude-libs,ALL", "-z,defs", "--warn-unresolved-symbols", f"--version-script={exports}"]
+        # discard-all: names of nvcc's temporary files are local symbols; without them a build repeats to the byte.
+        strict = [
+            "--discard-all",
+            "--exclude-libs,ALL",
+            "-z,defs",
+            "--warn-unresolved-symbols",
+            f"--version-script={exports}",
+        ]
         argv = [tools.cxx, "-shared", *HOST_FLAGS, "-O2", str(source), *objects, *libraries, "-o", str(fresh)]
         argv += [f"-Wl,{word}" for word in strict]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_only_units_that_include_an_edited_header_are_compiled_again(
 
     assert labels(said, cached=True) == {"grouped.cu", "bind.cpp"}
     assert labels(said, cached=False) == {"dense.cu", "dispatch.cpp"}
+
+
+def test_the_same_sources_give_the_same_bytes_in_another_folder(workshop: Workshop, tmp_path: Path) -> None:
+    files = []
+    for name, workers in (("one", 1), ("other", 2)):
+        shutil.copytree(SPECIMEN, tmp_path / name / "source")
+        shutil.copytree(workshop.toolchain / "torch/include", tmp_path / name / "torch", symlinks=True)
+        request = workshop.request(tmp_path / name / "source")
+        tools = compiler.find_tools(workshop.toolchain, request.host, tmp_path / name / "torch")
+        files.append(tmp_path / name / "x.so")
+        build.build(request, tools, tmp_path / name / "cache", files[-1], workers)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert str(tmp_path).encode() not in files[0].read_bytes()
 
 
 def test_objects_that_no_build_used_for_a_month_are_forgotten(workshop: Workshop, tmp_path: Path) -> None:
