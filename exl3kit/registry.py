@@ -20,7 +20,7 @@ def digest(reference: str, platform: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unasked(reference, str(error)) from error
     if done.returncode != 0:
-        raise _unasked(reference, (done.stderr.strip().splitlines() or ["docker said nothing"])[-1])
+        raise _unasked(reference, (done.stderr.strip().splitlines() or ["docker said nothing"])[0])
     try:
         return _chosen(json.loads(done.stdout), reference, platform)
     except (ValueError, KeyError, TypeError) as error:
