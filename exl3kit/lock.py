@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl3kit import paths, pins, rootfs
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.faults import printable
 
 if TYPE_CHECKING:
     from exl3kit.recipe import Image, Recipe
@@ -147,9 +148,8 @@ def context_files(repo: Path = paths.REPO) -> list[ContextFile]:
 
 def _walk(repo: Path) -> Iterator[tuple[str, bool]]:
     """(repo-relative POSIX path, owner may execute) of each file that the allow-list lets in, in no order."""
-    if (repo / "Dockerfile").exists():
-        yield _entry(repo, repo / "Dockerfile")
-    for folder, below, names in os.walk(repo / "overlay"):
+    yield _entry(repo, repo / "Dockerfile")
+    for folder, below, names in os.walk(repo / "overlay", onerror=_unreadable):
         below[:] = [name for name in below if _wanted_folder(name)]
         for name in below:
             if (Path(folder) / name).is_symlink():
@@ -159,13 +159,35 @@ def _walk(repo: Path) -> Iterator[tuple[str, bool]]:
                 yield _entry(repo, Path(folder) / name)
 
 
+def _unreadable(error: OSError) -> None:
+    """Refuse what cannot be looked at: passed over, it would give the stamp of a smaller tree."""
+    raise KitError(
+        "part of the build context cannot be read",
+        where=printable(paths.shown(Path(error.filename))),
+        why=error.strerror,
+        next_step="git status; git checkout -- Dockerfile overlay   (or give yourself the right to read it)",
+        code=ExitCode.PREFLIGHT,
+    ) from error
+
+
 def _wanted_folder(name: str) -> bool:
     return name not in SKIPPED_FOLDERS and not name.startswith(".") and not name.endswith(".egg-info")
 
 
 def _entry(repo: Path, path: Path) -> tuple[str, bool]:
     name = path.relative_to(repo).as_posix()
-    mode = path.lstat().st_mode
+    if not name.isprintable():
+        raise KitError(
+            "a file name of the build context holds a character that cannot be shown",
+            where=printable(name),
+            next_step="rename the file, or remove it",
+            code=ExitCode.PREFLIGHT,
+        )
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        _unreadable(error)
+        raise
     if not stat.S_ISREG(mode):
         kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
         raise KitError(
@@ -179,7 +201,11 @@ def _entry(repo: Path, path: Path) -> tuple[str, bool]:
 
 
 def _content(repo: Path, name: str) -> bytes:
-    content = (repo / name).read_bytes()
+    try:
+        content = (repo / name).read_bytes()
+    except OSError as error:
+        _unreadable(error)
+        raise
     if b"\r\n" in content:
         raise KitError(
             "Windows line endings (CRLF) in the build context",
@@ -266,7 +292,7 @@ def remember(lock: Lock) -> None:
         beside = paths.cache_dir("locks") / f"{lock.stamp}.{os.getpid()}"
         beside.write_bytes(lock.canonical())
         beside.replace(paths.cache_dir("locks") / f"{lock.stamp}.json")
-    except OSError:
+    except (OSError, KitError):
         return
 
 
@@ -292,8 +318,13 @@ def recall(reference: str) -> dict[str, Any]:
 def _read(path: Path, reference: str) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise KitError("this lock cannot be read", where=reference, why=str(error)) from error
+    no_lock = KitError("this is not a lock", where=reference, next_step="make one with `kit lock RECIPE --json > FILE`")
     if not isinstance(data, dict) or data.get("lock") != SCHEMA:
-        raise KitError("this is not a lock", where=reference, next_step="make one with `kit lock RECIPE --json > FILE`")
+        raise no_lock
+    try:
+        explain(data, data)
+    except (AttributeError, KeyError, TypeError, ValueError):  # parts of it have the wrong shape
+        raise no_lock from None
     return data

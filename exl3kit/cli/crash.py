@@ -19,7 +19,7 @@ def report(error: Exception) -> KitError:
     what = printable(f"the kit failed: {type(error).__name__}: {error}".rstrip(": "))
     try:
         log = _write(error)
-    except OSError as refused:
+    except (OSError, KitError) as refused:
         return KitError(what, why=f"and its log could not be written: {refused}", code=ExitCode.FAULT)
     return KitError(what, next_step=f"this is a fault of the kit; please report it with {log}", code=ExitCode.FAULT)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from exl3kit import lock, paths, recipes
+from exl3kit.errors import KitError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NEEDED = (".gitattributes", ".gitignore", "Dockerfile", "exl3kit", "recipes", "models", "overlay", "locks", "compose")
@@ -294,6 +295,63 @@ def test_windows_line_endings_are_refused(tree: Path) -> None:
     done = kit(tree, "build", "demo", "--dry-run")
     assert done.returncode == 3
     assert "overlay/exl3_vllm/linear.py: Windows line endings" in done.stderr and "sed -i" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["overlay/exl3_vllm/b\udcff.py", "overlay/exl3_vllm/a\nb.py", "overlay/exl3_vllm/\u202ea.py"]
+)
+def test_a_name_that_nobody_can_read_is_refused(name: str, tree: Path) -> None:
+    (tree / name).write_text("")
+    done = kit(tree, "build", "demo", "--dry-run")
+    assert done.returncode == 3
+    assert "a file name of the build context holds a character" in done.stderr
+
+
+def test_a_context_without_its_beginning_is_refused(tree: Path) -> None:
+    """Given a tree that lost its Dockerfile or its overlay, then it has no stamp."""
+    for name in ("Dockerfile", "overlay"):
+        (tree / name).rename(tree / "away")
+        done = kit(tree, "build", "demo", "--dry-run")
+        (tree / "away").rename(tree / name)
+        assert done.returncode == 3
+        assert done.stderr.startswith(f"kit: {name}: part of the build context cannot be read (No such file")
+
+
+def test_what_cannot_be_read_is_not_passed_over(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a folder and a file that this user may not read, then there is no stamp of the rest."""
+    walk, read = os.walk, Path.read_bytes
+    denied = tree / "overlay/exl3_vllm"
+
+    def no_folder(top: Path, onerror: Callable[[OSError], None]) -> Iterator[Any]:
+        onerror(PermissionError(13, "Permission denied", str(denied)))
+        return walk(top)
+
+    def no_file(path: Path) -> bytes:
+        if path.name == "__init__.py":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    for target, name, instead in ((os, "walk", no_folder), (Path, "read_bytes", no_file)):
+        with monkeypatch.context() as patch, pytest.raises(KitError, match="cannot be read \\(Permission denied"):
+            patch.setattr(target, name, instead)
+            lock.context_files(tree)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "{}", '{"lock": 1, "files": [1]}', '{"lock": 1, "base": 1}', "\0"]
+)
+def test_a_file_that_is_no_lock_is_a_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(text)
+    with pytest.raises(KitError, match=r"this is not a lock|this lock cannot be read"):
+        lock.recall(str(tmp_path / "old.json"))
+
+
+def test_a_cache_that_cannot_be_made_costs_no_stamp(tree: Path) -> None:
+    """Given a cache below a file, then the plan is made all the same, and looking back names the way out."""
+    done = kit(tree, "build", "demo", "--dry-run", XDG_CACHE_HOME="/dev/null/cache")
+    assert done.returncode == 0, done.stderr
+    done = kit(tree, "build", "demo", "--dry-run", "--since", "0" * 64, XDG_CACHE_HOME="/dev/null/cache")
+    assert (done.returncode, "set XDG_CACHE_HOME" in done.stderr) == (3, True)
 
 
 def test_an_unknown_pin_is_refused_with_the_command(tree: Path) -> None:
