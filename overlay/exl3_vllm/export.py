@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -37,10 +38,13 @@ def matrix_weight(matrix: TrellisMatrix) -> Tensor:
     return decode.dequantise(_read(matrix.tensors["trellis"]), scales[0], scales[1], matrix.codebook).t()
 
 
-def export_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
+def export_dense(
+    source: Path, target: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, int]] | None = None
+) -> None:
     """Write the checkpoint `source` to the directory `target` without any trellis.
 
     Plain tensors, including biases, keep their dtype; other files are copied; config.json loses its quantisation.
+    `shapes` gives the true (outputs, inputs) of matrices that are stored with padding to 128.
 
     Raises
     ------
@@ -56,10 +60,12 @@ def export_dense(source: Path, target: Path, dtype: torch.dtype) -> None:
     config.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (target / "quantization_config.json").unlink(missing_ok=True)
-    _write_shards(checkpoint, target, dtype)
+    _write_shards(checkpoint, target, dtype, shapes or {})
 
 
-def _write_shards(checkpoint: Checkpoint, target: Path, dtype: torch.dtype) -> None:
+def _write_shards(
+    checkpoint: Checkpoint, target: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, int]]
+) -> None:
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     number = 0
@@ -67,8 +73,10 @@ def _write_shards(checkpoint: Checkpoint, target: Path, dtype: torch.dtype) -> N
     for position, name in enumerate(names):
         if name in checkpoint.matrices:
             matrix = checkpoint.matrices[name]
-            _refuse_padding(matrix)
-            shard[f"{name}.weight"] = matrix_weight(matrix).to(dtype).contiguous()
+            if name not in shapes:
+                _refuse_padding(matrix)
+            outputs, inputs = shapes.get(name, (matrix.out_features, matrix.in_features))
+            shard[f"{name}.weight"] = matrix_weight(matrix)[:outputs, :inputs].to(dtype).contiguous()
             if matrix.has_bias:
                 shard[f"{name}.bias"] = _read(matrix.tensors["bias"])
         else:

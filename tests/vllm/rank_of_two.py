@@ -1,6 +1,7 @@
 """One of two processes that serve a model together at tensor parallel 2; started twice by test_two_ranks.py.
 
-`python rank_of_two.py RANK PORT MODEL...`: for each model, prints one line of JSON with the answers that are wrong.
+`python rank_of_two.py RANK PORT MODEL...`: for each model, prints one line of JSON with the answers that are wrong; a
+model without questions is a synthetic one, whose logits are saved as logits.pt in its receipt folder instead.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from demo import wrong_answers
 from engines import open_engine
+from logits import ENGINE, vllm_logits
 
 
 def main() -> None:
@@ -31,15 +34,20 @@ def main() -> None:
         # A port of its own for each model: the second must not meet the first one's closing store.
         os.environ["MASTER_PORT"] = str(int(port) + number)
         os.environ["EXL3_RECEIPT_DIR"] = str(receipts / str(number))
-        print(json.dumps(serve(Path(model))), flush=True)
+        print(json.dumps(serve(Path(model), receipts / str(number))), flush=True)
         # An engine that is collected after the next one was made would take the next one's process groups with it.
         gc.collect()
 
 
-def serve(model: Path) -> list[tuple[str, str]]:
+def serve(model: Path, folder: Path) -> list[tuple[str, str]]:
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-    with open_engine(model, **options) as llm:
-        return wrong_answers(llm, model)
+    if (model / "questions.json").exists():
+        with open_engine(model, **options) as llm:
+            return wrong_answers(llm, model)
+    expert_parallel = model.name.endswith("-ep")
+    with open_engine(model, **options, **ENGINE, enable_expert_parallel=expert_parallel) as llm:
+        torch.save(vllm_logits(llm), folder / f"logits{os.environ['RANK']}.pt")
+    return []
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from demo import changed_copy, other_trellis
+from logits import make_synthetic, relative_error
 
 DRIVER = Path(__file__).parent / "rank_of_two.py"
 
@@ -85,3 +87,22 @@ def test_another_trellis_on_one_rank_changes_the_answers_and_the_fingerprint(
     answers, folder = two_ranks
     assert answers[0][2]
     assert receipts(folder, 2)[0]["fingerprint"] != receipts(folder, 2)[1]["fingerprint"]
+
+
+@pytest.mark.full
+def test_logits_of_two_ranks_equal_transformers(tmp_path: Path) -> None:
+    # given models of every rate and codebook; one whose key/value columns are cut inside a block of 128, one with
+    # shared experts, and one whose experts are divided among the ranks instead of cut
+    names = ("llama", "qwen3_moe", "qwen2_moe")
+    made = [make_synthetic(name, tmp_path) for name in names]
+    apart = tmp_path / "qwen3_moe-ep"
+    apart.symlink_to(tmp_path / "qwen3_moe")
+    models = [one.model for one in made] + [apart]
+    # when two ranks compute them
+    run_two_ranks([models, models], tmp_path)
+    # then both ranks' logits are those of transformers
+    references = [one.reference for one in made] + [made[1].reference]
+    for number, reference in enumerate(references):
+        for rank in (0, 1):
+            logits = torch.load(tmp_path / str(number) / f"logits{rank}.pt")
+            assert relative_error(logits, reference) < 2e-5, (models[number].name, rank)
