@@ -34,6 +34,9 @@ def symbols(
         bool, typer.Option("--build", help="Build the kernel library alone first; needs no engine and no GPU.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="With --build: where to put the library.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", help="Also hold the library against the GPUs of these nodes.")
+    ] = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Which fat symbols a kernel library has for which GPU; exit code 5 names what is missing."""
@@ -48,6 +51,8 @@ def symbols(
         raise KitError("nothing to verify", next_step="name an image, a file or a recipe, or pass --build")
     else:
         report = _found(subject, progress)
+    if nodes is not None:
+        report = _on_nodes(report, nodes)
     if as_json:
         output.emit({**report, "seconds": progress.seconds})
     else:
@@ -79,6 +84,20 @@ def _found(subject: str, progress: Progress) -> dict[str, Any]:
         return {**kernels.verify(library, need, progress), "file": reference}
 
 
+def _on_nodes(report: dict[str, Any], named: str) -> dict[str, Any]:
+    from exl3kit import gpus
+    from exl3kit.nodes import open_nodes
+
+    found: dict[str, list[str]] = {}
+    errors = list(report["errors"])
+    with open_nodes(named) as opened:
+        for node in opened:
+            there = gpus.ask(node)
+            found[node.name] = [f"{gpu.name} ({gpu.capability})" for gpu in there]
+            errors += [f"node {node.name}: {what}" for what in gpus.unserved(there, report)]
+    return {**report, "nodes": found, "errors": errors, "ok": not errors}
+
+
 def _need_of_recipe(reference: str) -> Need:
     from exl3kit import recipes
     from exl3kit import symbols as kernels
@@ -103,6 +122,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"{target}: {use['kernels']} kernels, {figures}")
     needs = ", ".join(f"{name} {number}" for name, number in report["needs"].items())
     console.print(f"PTX: {', '.join(report['ptx']) or 'none'}; ABI {report['abi']}; needs {needs}")
+    for node, gpus in report.get("nodes", {}).items():
+        console.print(f"node {node}: {', '.join(gpus)}")
     for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/] {warning}")
     for error in report["errors"]:

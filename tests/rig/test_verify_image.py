@@ -97,3 +97,47 @@ def test_an_image_of_somebody_else_is_named(imported: Callable[..., None], verif
 def test_an_image_that_is_not_there_is_named(rig: Rig, verify: Report) -> None:
     code, report = verify("exl3kit-test-absent:1")
     assert code == 5 and report["error"]["where"] == "exl3kit-test-absent:1"
+
+
+SMI = """#!/bin/sh
+[ "$1" = --query-gpu=name,compute_cap ] && echo "NVIDIA {name}, {capability}"
+"""
+
+
+@pytest.fixture
+def with_gpu(rig: Rig) -> Iterator[Callable[[str, str], None]]:
+    """Gives node1 a driver that lists one GPU; taken away after the test."""
+    path = "/usr/local/bin/nvidia-smi"
+
+    def give(name: str, capability: str) -> None:
+        script = SMI.format(name=name, capability=capability)
+        rig.exec("node1", "sh", "-c", f"cat > {path} <<'END'\n{script}END\nchmod 755 {path}")
+
+    yield give
+    rig.exec("node1", "rm", "-f", path)
+
+
+def verify_on_node(rig: Rig, library: Path) -> tuple[int, str]:
+    argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", str(library), "--nodes", "node1"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=rig.env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_node_whose_gpu_the_library_has_code_for_passes(
+    rig: Rig, library: Path, with_gpu: Callable[[str, str], None]
+) -> None:
+    with_gpu("GB10", "12.1")
+    code, said = verify_on_node(rig, library)
+    assert code == 0 and "node node1: NVIDIA GB10 (12.1)" in said
+
+
+def test_a_node_with_another_gpu_is_named(rig: Rig, library: Path, with_gpu: Callable[[str, str], None]) -> None:
+    with_gpu("H200", "9.0")
+    code, said = verify_on_node(rig, library)
+    assert code == 5
+    assert "node node1: NVIDIA H200 has compute capability 9.0, and the library has machine code for 12.0, 12.1" in said
+
+
+def test_a_node_without_a_driver_is_named(rig: Rig, library: Path) -> None:
+    code, said = verify_on_node(rig, library)
+    assert code == 5 and "node node1: has no NVIDIA GPU that its driver knows of (nvidia-smi: " in said
