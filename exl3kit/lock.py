@@ -96,7 +96,7 @@ def make_lock(recipe: Recipe, *, repo: Path = paths.REPO) -> Lock:
     del data["pins"], data["omitted"]
     data.update(
         lock=SCHEMA,
-        arch=list(image.arch),
+        arch=sorted_arch(image),
         rates=sorted(image.rates),
         codebooks=sorted(str(name) for name in image.codebooks),
         build_args=build_args(image),
@@ -124,10 +124,15 @@ def toolchain() -> dict[str, Any]:
     return content
 
 
+def sorted_arch(image: Image) -> list[str]:
+    """Compute capabilities in order, so that two spellings of one image share a stamp."""
+    return sorted(image.arch, key=lambda capability: tuple(map(int, capability.split("."))))
+
+
 def build_args(image: Image) -> dict[str, str]:
     """The `--build-arg`s of the Dockerfile; lists are joined by semicolons, as CUDA's own tools write them."""
     return {
-        "EXL3_ARCH": ";".join(image.arch),
+        "EXL3_ARCH": ";".join(sorted_arch(image)),
         "EXL3_RATES": ";".join(str(rate) for rate in sorted(image.rates)),
         "EXL3_CODEBOOKS": ";".join(sorted(str(name) for name in image.codebooks)),
     }

@@ -377,6 +377,18 @@ def test_the_lock_is_canonical_json_and_its_hash_the_stamp(tree: Path) -> None:
     assert not any(str(tree) in text for text in (json.dumps(printed), lock.canonical(printed).decode()))
 
 
+def test_the_order_of_a_list_is_no_input() -> None:
+    """Given the same capabilities, rates and codebooks in another order, then the build arguments are the same."""
+    said = []
+    for order in (1, -1):
+        arch, rates, books = ["9.0", "12.0", "12.1"][::order], [2, 3.5][::order], ["mcg", "mul1"][::order]
+        gpu = f"image={{base: 'a:b', vllm: 0.33.0, arch: {arch}, rates: {rates}, codebooks: {books}}}"
+        image = recipes.load("demo", ["image.base=null", gpu]).image
+        said.append((lock.build_args(image), lock.sorted_arch(image)))
+    assert said[0] == said[1]
+    assert said[0][0] == {"EXL3_ARCH": "9.0;12.0;12.1", "EXL3_RATES": "2;3.5", "EXL3_CODEBOOKS": "mcg;mul1"}
+
+
 def test_two_recipes_with_one_image_part_share_a_stamp(tree: Path) -> None:
     other = json.loads(kit(tree, "build", "demo-tp2", "--dry-run", "--json").stdout)
     assert other["stamp"] == stamp(tree)

@@ -92,6 +92,15 @@ def test_gloo_is_told_the_interface_when_the_host_name_leads_elsewhere() -> None
     assert "GLOO_SOCKET_IFNAME" not in made.ranks[1].env
 
 
+def test_the_recipe_wins_over_what_the_network_says() -> None:
+    """Given a recipe that names interfaces itself, then every rank gets its values, not what the kit read."""
+    astray = facts("spark1", "10.0.0.1", own_name=("127.0.1.1",), interface="enp1s0f0np0")
+    chosen = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_IB_HCA": "=rocep1s0f0:1", "NCCL_IB_GID_INDEX": "3"}
+    made = plan(astray, TWO[1], sets=(f"serve.env={json.dumps(chosen)}",))
+    for rank in made.ranks:
+        assert chosen.items() <= rank.env.items()
+
+
 def test_one_engine_gets_a_bridge_and_the_api_on_loopback() -> None:
     made = plan(*HERE)
     assert made.bridge
