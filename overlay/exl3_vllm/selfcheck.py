@@ -85,12 +85,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requirements", type=Path, required=True, help="the locked name==version lines")
     requirements = parser.parse_args().requirements.read_text(encoding="utf-8")
-    told = [*wrong_versions(requirements), *wrong_decodes()] or wrong_imports(requirements)
+    from exl3_vllm import selfcheck_tiers
+
+    told = [*wrong_versions(requirements), *wrong_decodes(), *selfcheck_tiers.problems()]
+    told = told or wrong_imports(requirements)
     for sentence in told:
         print(f"selfcheck: {sentence}", file=sys.stderr)
     if not told:
         count = len(re.findall("==", requirements))
-        print(f"selfcheck: {count} locked versions, {len(GOLDEN)} decodes and the plugin are right")
+        print(f"selfcheck: {count} locked versions, {len(GOLDEN)} decodes, the tiers and the plugin are right")
     return 1 if told else 0
 
 
