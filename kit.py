@@ -152,11 +152,13 @@ def make_environment(venv: str, requirements: str) -> str:
 
 def replace_environment(venv: str, requirements: str) -> None:
     """Make the environment beside its place, then put it there; only the holder of the file lock may."""
+    from contextlib import suppress
     from glob import escape, glob
     from shutil import rmtree
 
     for left_over in glob(escape(venv) + "-new-*"):
-        remove(left_over)
+        with suppress(OSError):  # the pip of a start that was killed may still write into it
+            remove(left_over)
     beside = f"{venv}-new-{os.getpid()}"
     try:
         install(beside, requirements, final=venv)
