@@ -7,7 +7,7 @@ from typing import Any
 
 BLOCK = 128  # inputs that one Hadamard block mixes; a rank must hold whole blocks of a row-parallel layer's input
 
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")  # names of their number
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")  # models' names of their number
 
 
 def pipeline_faults(config: Mapping[str, Any], *, pipeline: int) -> list[str]:
@@ -19,8 +19,8 @@ def pipeline_faults(config: Mapping[str, Any], *, pipeline: int) -> list[str]:
 def expert_faults(config: Mapping[str, Any], *, expert: bool) -> list[str]:
     """Sentences that say why experts cannot be spread: vLLM refuses that for a model without any."""
     shape = _shape(config)
-    known = _number(shape, "num_hidden_layers") is not None  # else this is no config that says anything
-    return ["the model has no experts to spread"] if expert and known and _number(shape, *EXPERTS) is None else []
+    dense = _number(shape, "num_hidden_layers") is not None and not any("expert" in key for key in shape)
+    return ["the model has no experts to spread"] if expert and dense else []
 
 
 def cut_faults(config: Mapping[str, Any], *, tensor: int, expert: bool, exl3: bool) -> list[str]:
@@ -36,6 +36,11 @@ def cut_faults(config: Mapping[str, Any], *, tensor: int, expert: bool, exl3: bo
     """
     shape = _shape(config)
     return [*_heads(shape, tensor), *_experts(shape, tensor, expert), *_rows(shape, tensor, expert, exl3)]
+
+
+def is_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether the config says that the weights are quantised; some models say so under text_config."""
+    return any(isinstance(part.get("quantization_config"), Mapping) for part in (config, _shape(config)))
 
 
 def _shape(config: Mapping[str, Any]) -> Mapping[str, Any]:

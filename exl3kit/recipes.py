@@ -81,7 +81,7 @@ def _geometry_faults(recipe: Recipe, tree: Node) -> list[LocatedFault]:
     if not isinstance(config, dict):
         return [LocatedFault(path.place, "model.path: expected its config.json to hold a JSON object")]
     parallel = recipe.parallel
-    quantised = isinstance(config.get("quantization_config"), dict) and recipe.exl3.tier != "none"
+    quantised = geometry.is_quantised(config) and recipe.exl3.tier != "none"
     sentences = geometry.cut_faults(config, tensor=parallel.tensor, expert=parallel.expert, exl3=quantised)
     found = {
         "tensor": (sentences, "choose a tensor that fits; parallel.expert keeps experts whole"),

@@ -121,6 +121,18 @@ def test_stages_and_experts_that_the_model_does_not_have(tmp_path: Path) -> None
     assert recipes.load(ref, ["parallel.pipeline=2", "parallel.expert=false"]).parallel.pipeline == 2
 
 
+def test_experts_counted_per_layer_are_experts(tmp_path: Path) -> None:
+    ref = recipe(tmp_path, {**DENSE, "num_hidden_layers": 2, "num_experts": [16, 16]}, "parallel: {tensor: 2}\n")
+    assert recipes.load(ref, ["parallel.expert=true"]).parallel.expert
+
+
+def test_a_quantised_text_model_inside_a_larger_one_has_blocks(tmp_path: Path) -> None:
+    """Given a quantisation that only the inner config names, then 1.5 blocks per rank are refused all the same."""
+    ref = recipe(tmp_path, {"text_config": {**CODER, "quantization_config": {}}}, "parallel: {tensor: 4}\n")
+    with pytest.raises(RecipeError, match=r"192 = 1\.5 blocks"):
+        recipes.load(ref)
+
+
 @pytest.mark.parametrize("config", ["", "{", "[1]", "[" * 100_000, "\0"])
 def test_a_broken_config_is_a_fault_of_the_path(config: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
