@@ -1,4 +1,4 @@
-"""The demo: both demo models, each on two ranks of this machine's engine, asked what they were trained to answer.
+"""The demo: both demo models, each on two ranks of one engine, asked what they were trained to answer.
 
 It proves the path from recipe to answer: format, decoder, plugin, sharding, image, engine, network, server. The models
 are one megabyte of frozen random trellis, so it proves nothing about quality.
@@ -7,13 +7,12 @@ are one megabyte of frozen random trellis, so it proves nothing about quality.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import asking, containers, recipes, serve
+from exl3kit import asking, containers, ports, recipes, serve
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def run(node: Node, progress: Progress, *, keep: bool) -> Outcome:
     stamp = ""
     for model, (reference, sets) in MODELS.items():
         progress.tell(f"the {model} model, on two ranks")
-        recipe = on_free_port(recipes.load(reference, sets))
+        recipe = on_free_port(recipes.load(reference, sets), node)
         with served(recipe, node, progress, keep=keep) as serving:
             with progress.stage("questions") as stage:
                 told = list(questioned(model, recipe, serving))
@@ -106,20 +105,15 @@ def questioned(model: str, recipe: Recipe, serving: Serving) -> Iterator[Told]:
         yield Told(model, pair["question"], answer.text, answer.text == pair["answer"], answer.tokens, answer.seconds)
 
 
-def on_free_port(recipe: Recipe) -> Recipe:
-    """The recipe on its own port, or on the next one that nothing here listens on: a demo should not fail on that."""
+def on_free_port(recipe: Recipe, node: Node) -> Recipe:
+    """The recipe on its own port, or on the next one that nothing else has: a demo should not fail on that."""
+    taken = ports.listening(node)
     first = recipe.serve.port
     for port in range(first, first + PORTS_TRIED):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"port": port})})
-    raise KitError(
+        if port not in taken or ports.deployment_on(node, port) == recipe.name:
+            return recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"port": port})})
+    raise node.error(
         f"none of the ports {first} to {first + PORTS_TRIED - 1} is free",
-        where="node local",
         next_step="stop what listens on one of them",
         code=ExitCode.PREFLIGHT,
     )

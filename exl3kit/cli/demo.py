@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from exl3kit.cli.serve import stoppable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from exl3kit.cluster import Host
     from exl3kit.demo import Outcome
 
 
@@ -20,6 +22,9 @@ def demo(
     install_engine: Annotated[
         bool, typer.Option("--install-engine", help="Install the distribution's Docker engine when there is none.")
     ] = False,
+    nodes: Annotated[
+        str, typer.Option("--nodes", metavar="NAME", help="Run on this node's engine (an ssh name) instead of here.")
+    ] = "local",
     keep: Annotated[bool, typer.Option("--keep", help="Leave both models serving.")] = False,
     as_json: args.JsonOption = False,
 ) -> None:
@@ -31,12 +36,10 @@ def demo(
 
     console = output.console(as_json=as_json)
     progress = Progress(console)
-    with (
-        stoppable(),
-        engine_setup.ensured(install=install_engine, keep=keep, progress=progress),
-        open_nodes("local") as nodes,
-    ):
-        outcome = demos.run(nodes[0], progress, keep=keep)
+    host = one_host(nodes)
+    here = engine_setup.ensured(install=install_engine, keep=keep, progress=progress)
+    with stoppable(), here if host.is_local else nullcontext(), open_nodes([host]) as (opened,):
+        outcome = demos.run(opened, progress, keep=keep)
     show(outcome, console)
     progress.summary()
     if as_json:
@@ -50,6 +53,17 @@ def demo(
             "wall_clock": round(progress.total_seconds, 2),
         })  # fmt: skip
     demos.require_exact(outcome)
+
+
+def one_host(named: str) -> Host:
+    """The one node that `--nodes` names."""
+    from exl3kit.cluster import hosts
+    from exl3kit.errors import KitError
+
+    named_hosts = hosts(named)
+    if len(named_hosts) != 1:
+        raise KitError(f"the demo runs on one node, and --nodes names {len(named_hosts)}", next_step="name one of them")
+    return named_hosts[0]
 
 
 def show(outcome: Outcome, console: Console) -> None:

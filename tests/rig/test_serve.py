@@ -13,38 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit_verbs import VERB_SECONDS, assert_empty, everything, kit, kit_argv, refusal, told
 from rig_hosts import REPOSITORY, Completed, Rig, call
 
 NODES = "node1,node2"
 QUESTIONS = json.loads((REPOSITORY / "models" / "demo-dense" / "questions.json").read_text())
-UP_SECONDS = 300  # TP2 is ready after 22-25 s on two idle cores; a busy machine may take its time
-
-
-def kit_argv(*argv: str | Path) -> list[str]:
-    return [sys.executable, "-m", "exl3kit.cli", *map(str, argv)]
-
-
-def kit(rig: Rig, *argv: str | Path, timeout: float = UP_SECONDS) -> Completed:
-    """Run a verb of the kit as an operator on this machine."""
-    return call(*kit_argv(*argv), check=False, timeout=timeout, env=rig.env, cwd=REPOSITORY)
-
-
-def told(done: Completed, code: int = 0) -> dict[str, Any]:
-    """The JSON object of a verb that ended with `code`."""
-    assert done.returncode == code, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def everything(rig: Rig, node: str) -> list[str]:
-    """Containers (also stopped ones) and networks on a host's engine that are not its own."""
-    containers = rig.docker(node, "ps", "--all", "--format", "container {{.Names}}").stdout.splitlines()
-    networks = rig.docker(node, "network", "ls", "--format", "network {{.Name}}").stdout.splitlines()
-    return containers + [name for name in networks if name not in ("network bridge", "network host", "network none")]
-
-
-def assert_empty(rig: Rig) -> None:
-    assert {node: everything(rig, node) for node in ("node1", "node2")} == {"node1": [], "node2": []}
 
 
 def network_of(rig: Rig, node: str) -> str:
@@ -69,8 +42,8 @@ def ask(rig: Rig, prompt: str, address: str = "127.0.0.1") -> str:
 
 @pytest.fixture(scope="module")
 def ready(rig: Rig) -> Iterator[Rig]:
-    """The rig with the demo image on node1; whatever a test leaves is removed at the end."""
-    done = kit(rig, "build", "demo-tp2", "--node", "node1", timeout=900)
+    """The rig with the demo image on both hosts; whatever a test leaves is removed at the end."""
+    done = kit(rig, "build", "demo-tp2", "--nodes", NODES, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     kit(rig, "down", "demo-tp2", "--nodes", NODES)
     assert_empty(rig)
@@ -81,7 +54,7 @@ def ready(rig: Rig) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def serving(ready: Rig) -> dict[str, Any]:
     """What `kit up demo-tp2` printed."""
-    return told(kit(ready, "up", "demo-tp2", "--nodes", NODES, "--json", timeout=900))
+    return told(kit(ready, "up", "demo-tp2", "--nodes", NODES, "--json"))
 
 
 def test_up_serves_two_ranks_that_counted_their_own_tensors(serving: dict[str, Any]) -> None:
@@ -154,13 +127,6 @@ def test_down_leaves_no_container_network_or_port(ready: Rig, serving: dict[str,
 
 
 # What must be refused or taken away again (these start no rank, or one that ends at once) --------------------------
-
-
-def refusal(done: Completed, code: int) -> str:
-    """The sentence of a verb that refused with `code`, without a traceback."""
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
 
 
 def test_another_trellis_on_one_rank_is_refused_before_anything_starts(ready: Rig, tmp_path: Path) -> None:
@@ -292,7 +258,7 @@ def test_compose_by_hand_makes_the_same_containers_and_answers(ready: Rig, tmp_p
         for node in names:
             compose(ready, node, tmp_path, "up", "--detach")
         assert {node: meaning(ready, node, name) for node, name in names.items()} == by_kit
-        deadline = time.monotonic() + UP_SECONDS
+        deadline = time.monotonic() + VERB_SECONDS
         while told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"][0]["state"] != "serving":
             assert time.monotonic() < deadline, kit(ready, "logs", "demo-tp2", "--nodes", NODES).stdout
             time.sleep(3)
