@@ -200,7 +200,7 @@ def _absolute_paths(tree: Fields, directory: Path) -> Fields:
             continue  # absent, or the model refuses it
         try:
             absolute = (directory / Path(node.value).expanduser()).resolve()
-        except (OSError, RuntimeError, ValueError):  # no such user in ~user, a loop of links, a NUL
+        except (OSError, RuntimeError, ValueError):  # no such user, a loop of links, a NUL, no current folder
             continue
         tree = yaml_source.put(tree, (section, key), replace(node, value=str(absolute)))
     return tree
@@ -262,4 +262,4 @@ def _read_override(text: str) -> tuple[Fields, list[LocatedFault]]:
         column -= len(name) + 1
         node = Fields({name: Entry(Place(source, 0, column + 1), node)}, Place(source, 0, column + 1))
     assert isinstance(node, Fields)
-    return _absolute_paths(node, Path.cwd()), faults
+    return _absolute_paths(node, Path()), faults

@@ -162,6 +162,16 @@ def test_a_faulty_override_is_named_with_its_column(override: str, said: str, tr
     assert lines[0].isprintable()
 
 
+def test_a_current_folder_that_is_gone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a shell in a removed folder, when a path is set on the command line, then it stays as it was written."""
+    ref = child(tree, "")
+    gone = tree / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert recipes.load(ref, ["model.path=m"]).model.path == Path("m")
+
+
 def test_shipped_recipes_are_valid_and_say_what_they_are() -> None:
     """Given the kit's own recipes, then each loads, is called like its file, and says its purpose and hardware."""
     names = [path.stem for path in recipes.shipped()]
