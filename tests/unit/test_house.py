@@ -124,6 +124,13 @@ def test_direct_dependencies_stay_few_and_are_all_locked() -> None:
         assert "://" not in (REPOSITORY / file).read_text()
 
 
+def test_modules_of_suites_that_run_in_one_session_have_names_of_their_own() -> None:
+    """Given pytest's imports by base name, then no two test modules of unit, rig and gpu share one."""
+    modules = [path for suite in ("unit", "rig", "gpu") for path in (REPOSITORY / "tests" / suite).rglob("*.py")]
+    names = [path.name for path in modules if path.name != "conftest.py"]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_start_up_imports_nothing_heavy() -> None:
     """Given `kit --help`, then pydantic, docker, httpx and yaml are not imported for it: that keeps it under 0.3 s."""
     program = (
