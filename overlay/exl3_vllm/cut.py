@@ -58,6 +58,24 @@ def check_rows(matrix: TrellisMatrix, begin: int, end: int, features: int) -> tu
     return begin, padded if end == features else end
 
 
+def share_of_blocks(matrix: TrellisMatrix, features: int, rank: int, size: int) -> tuple[int, int]:
+    """(begin, end) of the features that one of `size` ranks takes, in whole blocks, as evenly as they go.
+
+    1408 features on two ranks are 5 and 6 blocks: 640 and 768. Only where both sides of the cut are ours, as inside an
+    expert, may ranks differ in width.
+
+    Raises
+    ------
+    LayoutError: fewer blocks than ranks.
+    """
+    blocks = -(-features // BLOCK)
+    if blocks < size:
+        what = f"its {features} features are {blocks} blocks of {BLOCK}, too few for {size} ranks"
+        raise LayoutError(f"matrix {matrix.name}", what, f"Choose a tensor parallel size up to {blocks}")
+    begin, end = blocks * rank // size * BLOCK, blocks * (rank + 1) // size * BLOCK
+    return begin, min(end, features)
+
+
 def check_columns(matrix: TrellisMatrix, begin: int, end: int, features: int) -> tuple[int, int]:
     """The stored columns for the outputs [begin, end) of `features` outputs; only the total must agree."""
     if -(-features // BLOCK) * BLOCK != matrix.out_features or not 0 <= begin <= end <= features:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
-from exl3_vllm.cut import Cut, check_columns, check_rows
+from exl3_vllm.cut import Cut, check_columns, check_rows, share_of_blocks
 from exl3_vllm.diagnostics import DIAGNOSTICS
 from exl3_vllm.errors import LayoutError
 from exl3_vllm.experts import DecodedExperts, Scratch, run_experts
@@ -91,7 +91,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.dtype = params_dtype
         self.experts = num_experts
         self.hidden = hidden_size
-        self.inner = intermediate_size_per_partition
+        self.inner = intermediate_size_per_partition * self.moe.tp_size
         for (expert, shard), matrix in self.matrices.items():
             local = layer._map_global_expert_id_to_local_expert_id(expert)
             if local >= 0:
@@ -105,14 +105,15 @@ class Exl3MoEMethod(FusedMoEMethodBase):
                     layer.register_parameter(name, placeholder)
 
     def _cut(self, matrix: TrellisMatrix, shard: str) -> Cut:
-        """w1 and w3 are cut by columns, w2 by rows, at the same places of the intermediate size."""
-        rank, size = self.moe.tp_rank, self.moe.tp_size
-        begin, end = rank * self.inner, (rank + 1) * self.inner
+        """w1 and w3 are cut by columns, w2 by rows, at the same places of the intermediate size. Nobody else sees
+        that size, so ranks may take different numbers of blocks (1408 on two ranks: 640 and 768)."""
+        begin, end = share_of_blocks(matrix, self.inner, self.moe.tp_rank, self.moe.tp_size)
+        self.width = end - begin
         if shard == "w2":
-            rows = check_rows(matrix, begin, end, self.inner * size)
+            rows = check_rows(matrix, begin, end, self.inner)
             return Cut(*rows, *check_columns(matrix, 0, self.hidden, self.hidden))
         rows = check_rows(matrix, 0, self.hidden, self.hidden)
-        return Cut(*rows, *check_columns(matrix, begin, end, self.inner * size))
+        return Cut(*rows, *check_columns(matrix, begin, end, self.inner))
 
     def _load(
         self,
@@ -158,7 +159,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         return torch.equal(gate, up)
 
     def _decoded(self, expert: int, shard: str) -> torch.Tensor:
-        return self.parts[expert, shard].decoded(self.inner if shard == "w2" else self.hidden, self.dtype)
+        return self.parts[expert, shard].decoded(self.width if shard == "w2" else self.hidden, self.dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's modular family is used, so the runner does shared experts and the reduction."""

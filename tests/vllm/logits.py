@@ -53,6 +53,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 256,
         **EXPERTS,
     },
+    # 384 = 3 blocks of 128: two ranks take one and two
+    "uneven": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        **EXPERTS,
+        "moe_intermediate_size": 384,
+        "num_experts": 4,
+    },
     # nothing is a multiple of 128: every matrix is stored with padding
     "padded": {
         "architectures": ["LlamaForCausalLM"],
@@ -83,7 +93,7 @@ def make_synthetic(name: str, folder: Path) -> Synthetic:
 
     model, dense = folder / name, folder / f"{name}-dense"
     # q and k are normalised, or only steer attention, so packed signs without magnitudes leave activations sane
-    legacy = ["model.layers.0.self_attn.q_proj"] if name in ("qwen3", "qwen3_moe") else []
+    legacy = ["model.layers.0.self_attn.q_proj"] if CONFIGS[name]["model_type"].startswith("qwen3") else []
     config = {**COMMON, **CONFIGS[name]}
     shapes = write_synthetic(config, model, HALF_BITS, CODEBOOKS, seed=11, legacy=legacy)
     true_shapes = {layer: (shape.outputs, shape.inputs) for layer, shape in shapes.items()}

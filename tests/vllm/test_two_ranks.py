@@ -92,8 +92,9 @@ def test_another_trellis_on_one_rank_changes_the_answers_and_the_fingerprint(
 @pytest.mark.full
 def test_logits_of_two_ranks_equal_transformers(tmp_path: Path) -> None:
     # given models of every rate and codebook; one whose key/value columns are cut inside a block of 128, one with
-    # shared experts, and one whose experts are divided among the ranks instead of cut
-    names = ("llama", "qwen3_moe", "qwen2_moe")
+    # shared experts, one whose experts have three blocks for two ranks, and one whose experts are divided among the
+    # ranks instead of cut
+    names = ("llama", "qwen3_moe", "qwen2_moe", "uneven")
     made = [make_synthetic(name, tmp_path) for name in names]
     apart = tmp_path / "qwen3_moe-ep"
     apart.symlink_to(tmp_path / "qwen3_moe")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from exl3_vllm.cut import Cut, check_columns, check_rows
+from exl3_vllm.cut import Cut, check_columns, check_rows, share_of_blocks
 from exl3_vllm.errors import LayoutError
 from exl3_vllm.format import TrellisMatrix
 
@@ -52,3 +52,26 @@ def test_sizes_of_another_model_are_refused() -> None:
         check_rows(stored(1024, 256), 0, 512, 512)
     with pytest.raises(LayoutError, match="stores 256 columns"):
         check_columns(stored(1024, 256), 0, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks", "shares"),
+    [
+        (1408, 2, [(0, 640), (640, 1408)]),
+        (768, 2, [(0, 384), (384, 768)]),
+        (768, 4, [(0, 128), (128, 384), (384, 512), (512, 768)]),
+        (2880, 2, [(0, 1408), (1408, 2880)]),
+    ],
+)
+def test_blocks_are_shared_as_evenly_as_they_go(features: int, ranks: int, shares: list[tuple[int, int]]) -> None:
+    matrix = stored(-(-features // 128) * 128, 256)
+    got = [share_of_blocks(matrix, features, rank, ranks) for rank in range(ranks)]
+    assert got == shares
+    # and every share is a cut that rows allow
+    for begin, end in got:
+        check_rows(matrix, begin, end, features)
+
+
+def test_fewer_blocks_than_ranks_are_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"mlp\.down_proj.*3 blocks of 128, too few for 4 ranks"):
+        share_of_blocks(stored(384, 256), 384, 0, 4)
