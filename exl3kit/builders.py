@@ -1,6 +1,7 @@
-"""The two builders that an engine may have: BuildKit through the docker CLI's buildx plugin, else the classic one.
+"""An engine's builders: BuildKit through the docker CLI (its buildx, or built into 20.10), else the classic one.
 
-Both get the same context over the same socket, build without a network, and report their steps with seconds.
+All get the same context over the same socket, build without a network, and report their steps with seconds. BuildKit is
+worth its two dialects: on engine 20.10 the classic builder reads and writes the 2 GB of wheels twice as often.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 DOCKER_VARIABLE = "EXL3KIT_DOCKER"
 RAWJSON_SINCE = (0, 13)  # of buildx; older ones cannot report their steps to a program
+BUILTIN_MAJORS = (20, 22)  # of the CLI (there is no 21); from 23 on, BuildKit needs the plugin
 SILENT_SECONDS = 1800  # longest wait for one line of the classic builder (an install of 2 GB says nothing)
 SHOWN_SECONDS = 0.5  # shorter steps are not worth a line
 LOG_TAIL = 12
@@ -69,19 +71,25 @@ def docker_cli() -> str | None:
     return os.environ.get(DOCKER_VARIABLE) or shutil.which("docker")
 
 
-def has_buildx() -> bool:
-    """Whether the docker CLI here has a buildx that can report to a program."""
+def buildkit() -> str | None:
+    """How the docker CLI here reaches BuildKit: `buildx`, `builtin` (20.10 to 22), or None."""
+    said = _said("buildx", "version")
+    version = re.search(r"\bv?(\d+)\.(\d+)", said)
+    if version and "buildx" in said and (int(version[1]), int(version[2])) >= RAWJSON_SINCE:
+        return "buildx"
+    major = re.search(r"^Docker version (\d+)\.", _said("--version"))
+    return "builtin" if major and int(major[1]) in BUILTIN_MAJORS else None
+
+
+def _said(*argv: str) -> str:
+    """What the docker CLI says, or nothing when there is none."""
     cli = docker_cli()
     if cli is None:
-        return False
+        return ""
     try:
-        said = subprocess.run(
-            [cli, "buildx", "version"], capture_output=True, text=True, timeout=10, check=False
-        ).stdout
+        return subprocess.run([cli, *argv], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    version = re.search(r"\bv?(\d+)\.(\d+)", said)
-    return version is not None and (int(version[1]), int(version[2])) >= RAWJSON_SINCE
+        return ""
 
 
 def build(request: Request, node: Node, stage: Stage, progress: Progress) -> None:
@@ -92,8 +100,8 @@ def build(request: Request, node: Node, stage: Stage, progress: Progress) -> Non
     log = Log(paths.cache_dir("logs") / f"build-{request.tag.replace(':', '-').replace('/', '-')}.log")
     stage.total = sum(entry.size for entry in request.entries)
     try:
-        if has_buildx():
-            _buildx(request, node, stage, progress, log)
+        if kind := buildkit():
+            _buildkit(kind, request, node, stage, progress, log)
         else:
             _classic(request, node, stage, progress, log)
     finally:
@@ -115,12 +123,13 @@ def _failed(node: Node, log: Log, step: str, why: str, progress: Progress) -> Ki
 # ---- BuildKit --------------------------------------------------------------------------------------------------------
 
 
-def buildx_argv(cli: str, request: Request) -> list[str]:
+def buildkit_argv(cli: str, kind: str, request: Request) -> list[str]:
     """argv of one BuildKit build with the context on stdin.
 
     `--builder default` is the engine's own BuildKit, whatever builder the user has chosen for other work.
     """
-    argv = [cli, "buildx", "build", "--builder", "default", "--progress", "rawjson", "--network", "none"]
+    buildx = ["buildx", "build", "--builder", "default", "--progress", "rawjson"]
+    argv = [cli, *(buildx if kind == "buildx" else ["build", "--progress", "plain"]), "--network", "none"]
     argv += ["--tag", request.tag, *(() if request.cache else ("--no-cache",))]
     for name, value in sorted(request.args.items()):
         argv += ["--build-arg", f"{name}={value}"]
@@ -129,15 +138,17 @@ def buildx_argv(cli: str, request: Request) -> list[str]:
     return [*argv, "-"]
 
 
-def _buildx(request: Request, node: Node, stage: Stage, progress: Progress, log: Log) -> None:
+def _buildkit(kind: str, request: Request, node: Node, stage: Stage, progress: Progress, log: Log) -> None:
     cli = docker_cli()
     assert cli is not None
     # An attestation would turn the image into an index, whose digest differs from store to store.
     environment = {**os.environ, "DOCKER_HOST": node.engine_url, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    environment |= {"DOCKER_BUILDKIT": "1"}
     environment.pop("DOCKER_CONTEXT", None)
+    steps = (Steps if kind == "buildx" else PlainSteps)(stage, progress, log)
     with context.streamed(request.entries, stage) as tar:
         process = subprocess.Popen(
-            buildx_argv(cli, request),
+            buildkit_argv(cli, kind, request),
             stdin=tar,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -147,7 +158,6 @@ def _buildx(request: Request, node: Node, stage: Stage, progress: Progress, log:
         tar.close()  # the builder's copy is the only one, so that its end is noticed
         try:
             assert process.stderr is not None
-            steps = Steps(stage, progress, log)
             rest = steps.follow(process.stderr)
             process.wait()
         finally:
@@ -222,6 +232,45 @@ def shortened(step: str) -> str:
     """A step's name on one line of at most 72 characters."""
     line = re.sub(r"\s+", " ", step).strip()
     return line if len(line) <= 72 else f"{line[:69]}..."
+
+
+class PlainSteps:
+    """BuildKit's plain progress of the 20.10 CLI: `#7 [2/3] RUN make`, `#7 0.41 output`, `#7 DONE 3.2s`."""
+
+    def __init__(self, stage: Stage, progress: Progress, log: Log) -> None:
+        self._stage, self._progress, self._log = stage, progress, log
+        self._names: dict[str, str] = {}
+        self._failed = ("", "")
+
+    def follow(self, stream: IO[bytes]) -> str:
+        """Read lines to the end of the stream; returns the last one that belongs to no step."""
+        last = ""
+        for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            if match := re.match(r"#(\d+) (.+)", line):
+                self.take(match[1], match[2])
+            elif line and not line.startswith(("-", " ", ">", "#")):
+                last = line
+        return last
+
+    def take(self, number: str, said: str) -> None:
+        """Take one line of one step; the first is its name."""
+        name = self._names.setdefault(number, shortened(said))
+        if match := re.fullmatch(r"DONE (\d+\.\d+)s", said):
+            if float(match[1]) >= SHOWN_SECONDS and not name.startswith("[internal]"):
+                self._progress.step(name, float(match[1]))
+        elif said == "CACHED":
+            self._progress.step(name, 0.0, "cached")
+        elif said.startswith("ERROR: "):
+            self._failed = (name, said.removeprefix("ERROR: ").rpartition("]: ")[2])
+        elif match := re.match(r"\d+\.\d+ (.*)", said):
+            self._log.add(f"{match[1]}\n")
+        else:
+            self._stage.say(name)
+
+    def failure(self) -> tuple[str, str]:
+        """(step, error) of the step that failed."""
+        return self._failed
 
 
 # ---- the classic builder ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def builder(request: pytest.FixtureRequest, operator: Rig, monkeypatch: pytest.M
     """Either builder; without a docker program there is only the classic one."""
     if request.param == "classic":
         monkeypatch.setenv(builders.DOCKER_VARIABLE, "/bin/false")
-    assert builders.has_buildx() is (request.param == "buildx")
+    assert builders.buildkit() == (None if request.param == "classic" else "buildx")
     return str(request.param)
 
 

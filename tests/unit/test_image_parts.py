@@ -133,7 +133,7 @@ def reporter() -> Progress:
 
 def test_buildx_argv_has_no_network_and_the_engines_own_builder() -> None:
     request = builders.Request("exl3kit:x", {"B": "2", "A": "1"}, {"l": "v"}, [], cache=False)
-    argv = builders.buildx_argv("docker", request)
+    argv = builders.buildkit_argv("docker", "buildx", request)
     assert argv[argv.index("--network") + 1] == "none" and argv[argv.index("--builder") + 1] == "default"
     assert "--no-cache" in argv and argv[-1] == "-"
     assert argv.index("A=1") < argv.index("B=2")
@@ -172,6 +172,61 @@ def test_a_finished_step_is_reported_once_with_its_seconds(tmp_path: Path) -> No
         steps.take({"vertexes": [vertex]})
     assert [(t.name, t.seconds, t.depth) for t in progress.timings][:1] == [("RUN make all", 2.5, 1)]
     assert len(progress.timings) == 2
+
+
+PLAIN = """#1 [internal] load build definition from Dockerfile
+#1 sha256:77
+#1 DONE 1.0s
+
+#7 [wheels 2/3] COPY requirements.txt wheels/ /wheels/
+#7 CACHED
+
+#8 [wheels 3/3] RUN make all
+#8 sha256:88
+#8 0.345 because
+#9 [environment 2/2] RUN true
+#9 DONE 2.5s
+#8 ERROR: executor failed running [/bin/sh -c make all]: exit code: 2
+------
+ > [wheels 3/3] RUN make all:
+------
+executor failed running [/bin/sh -c make all]: exit code: 2
+"""
+
+
+def test_plain_progress_of_the_2010_client(tmp_path: Path) -> None:
+    # given / when
+    progress, log = reporter(), builders.Log(tmp_path / "log")
+    with progress.stage("image") as stage:
+        steps = builders.PlainSteps(stage, progress, log)
+        rest = steps.follow(io.BytesIO(PLAIN.encode()))
+    # then
+    assert steps.failure() == ("[wheels 3/3] RUN make all", "exit code: 2")
+    assert [(t.name, t.seconds, t.outcome) for t in progress.timings if t.depth] == [
+        ("[wheels 2/3] COPY requirements.txt wheels/ /wheels/", 0.0, "cached"),
+        ("[environment 2/2] RUN true", 2.5, ""),
+    ]
+    assert log.lines == ["because"] and "exit code: 2" in rest
+
+
+@pytest.mark.parametrize(
+    ("buildx", "client", "kind"),
+    [
+        ("github.com/docker/buildx v0.13.1 abc", "Docker version 26.1.5, build x", "buildx"),
+        ("github.com/docker/buildx 0.31.0 abc", "Docker version 29.0.0, build x", "buildx"),
+        ("github.com/docker/buildx v0.11.2 abc", "Docker version 24.0.5, build x", None),
+        ("", "Docker version 28.2.2, build x", None),
+        ("", "Docker version 20.10.24+dfsg1, build x", "builtin"),
+    ],
+)
+def test_which_buildkit_a_client_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buildx: str, client: str, kind: str | None
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\n[ "$1" = buildx ] && echo "{buildx}" || echo "{client}"\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv(builders.DOCKER_VARIABLE, str(docker))
+    assert builders.buildkit() == kind
 
 
 def test_classic_steps_and_error(tmp_path: Path) -> None:
