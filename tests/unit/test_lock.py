@@ -260,6 +260,19 @@ def test_the_image_part_of_the_recipe_changes_the_stamp(tree: Path) -> None:
         assert lock.Lock({**base, key: value}).stamp != lock.Lock(base).stamp
 
 
+def test_kernels_are_an_input_of_images_that_compile_them(tree: Path) -> None:
+    """Given a change to a kernel, then an image with fat symbols gets another stamp, and a CPU image keeps its own."""
+    cpu = recipes.load("demo")
+    gpu = cpu.model_copy(
+        update={"image": cpu.image.model_copy(update={"arch": ["12.1"], "rates": [4], "codebooks": ["mcg"]})}
+    )
+    cpu_before, gpu_before = lock.make_lock(cpu, repo=tree), lock.make_lock(gpu, repo=tree)
+    (tree / "overlay/csrc/mainloop.cuh").write_text("// changed\n")
+    assert lock.make_lock(cpu, repo=tree).stamp == cpu_before.stamp
+    told = lock.explain(gpu_before.data, lock.make_lock(gpu, repo=tree).data)
+    assert told == ["overlay/csrc/mainloop.cuh changed"]
+
+
 def test_build_says_since_when_in_words(tree: Path, tmp_path: Path) -> None:
     """Given the lock of before in a file, when a kernel changed, then the human output names it."""
     old = tmp_path / "old.json"
