@@ -80,7 +80,7 @@ typedef struct {
   int64_t out_stride;
   int32_t out_type;
   int32_t segment_rows;        // longest run of rows of one expert that a CTA takes, multiple of 16, <= 128
-  int32_t splits_gate_up, splits_down;  // 0: finished in the GEMM; > 0: K is cut that often and sums go through the workspace
+  int32_t splits_gate_up, splits_down;  // 0: gate and up finished in the GEMM, down in fp16 sums; > 0: K cut that often, fp32 sums in the workspace
   exl3_launches launch_gate_up, launch_down;
   void* workspace;             // exl3_moe_workspace bytes, 256-byte aligned
   int64_t workspace_bytes;

@@ -114,10 +114,7 @@ __device__ __forceinline__ void scale_columns(float (&v)[16], const half* scale,
 __device__ __forceinline__ float row_scale(const GemmParams& p, const Target& t, int row) {
   float scale = 1.f;
   if (t.a_scale) scale = t.a_scale[t.a_row ? min(max(t.a_row[row], 0), t.a_rows - 1) : row];
-  if (p.output != Output::swiglu) {
-    if (p.row_weight) scale *= p.row_weight[row];
-    if (p.row_weight_f16) scale *= __half2float(p.row_weight_f16[row]);
-  }
+  if (p.output == Output::scatter) scale *= __half2float(p.row_weight[row]);
   return scale;
 }
 
@@ -168,16 +165,23 @@ template <int MB, int Warps>
 __device__ __forceinline__ void store_partial(const float (&acc)[MB][4][4], const GemmParams& p, const Target& t, int split) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stream = warp >> 2;
   if (stream >= t.streams) return;
-  float* out = p.partial + static_cast<int64_t>(split) * p.partial_rows * p.partial_columns;
+  const int column = of_stream(t.column, stream) + (warp & 3) * kWarpColumns + (lane & 3) * 2;
 #pragma unroll
   for (int mb = 0; mb < MB; ++mb) {
 #pragma unroll
     for (int half_block = 0; half_block < 2; ++half_block) {
       const int r = mb * 16 + half_block * 8 + (lane >> 2);
       if (r >= t.rows) continue;
-      float* row = out + static_cast<int64_t>(t.row0 + r) * p.partial_columns + of_stream(t.column, stream) + (warp & 3) * kWarpColumns + (lane & 3) * 2;
+      const int64_t at = (static_cast<int64_t>(split) * p.partial_rows + t.row0 + r) * p.partial_columns + column;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) *reinterpret_cast<float2*>(row + 8 * j) = make_float2(acc[mb][j][2 * half_block], acc[mb][j][2 * half_block + 1]);
+      for (int j = 0; j < 4; ++j) {
+        const float x = acc[mb][j][2 * half_block], y = acc[mb][j][2 * half_block + 1];
+        if (p.partial_half) {
+          *reinterpret_cast<half2*>(p.partial_half + at + 8 * j) = to_half2_finite(x, y);
+        } else {
+          *reinterpret_cast<float2*>(p.partial + at + 8 * j) = make_float2(x, y);
+        }
+      }
     }
   }
 }

@@ -80,54 +80,69 @@ __device__ __forceinline__ bool find_segment(const GemmParams& p, int column_til
   return true;
 }
 
+// What a CTA knows beside its accumulators waits in shared memory: two dozen registers that the mainloop of a 128-register class does not have.
+struct Work {
+  Slice slice;
+  Target target;
+  uint64_t barrier;
+};
+
 template <int Rate2, int Cb, int MB, Tile T>
-__device__ __forceinline__ void multiply(const GemmParams& p, const Slice& s, const Target& t, unsigned char* shared) {
+__device__ __forceinline__ void multiply(const GemmParams& p, const Work& work, unsigned char* shared) {
   constexpr int warps = TileShape<T>::warps;
   float acc[MB][4][4];
-  __shared__ __align__(8) uint64_t barrier;
-  Mainloop<Rate2, Cb, MB, warps, stages_for<T>(Rate2, kSm12x)>::run(acc, s, shared_address(shared), shared_address(&barrier));
+  Mainloop<Rate2, Cb, MB, warps, stages_for<T>(Rate2, kSm12x)>::run(acc, work.slice, shared_address(shared), shared_address(&work.barrier), !p.beside);
   if (p.output == Output::partial) {
-    store_partial<MB, warps>(acc, p, t, blockIdx.z);
+    store_partial<MB, warps>(acc, p, work.target, blockIdx.z);
   } else {
-    store_transformed<MB, warps>(acc, p, t, reinterpret_cast<float*>(shared));
+    store_transformed<MB, warps>(acc, p, work.target, reinterpret_cast<float*>(shared));
   }
+}
+
+// A launch beside the one before it (`p.beside`) reads nothing of that one, only of kernels that ended before that one let it start. But whoever
+// waits for this launch must find both ended, so one CTA stays until then.
+__device__ __forceinline__ void leave(const GemmParams& p) {
+  if (p.beside && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) wait_for_previous_kernel();
 }
 
 template <int Rate2, int Cb, Tile T>
 __global__ void __launch_bounds__(tile_threads(T), ctas_for<T>(Rate2, kSm12x)) trellis_gemm(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  // What only the epilogue needs waits in shared memory: a dozen registers that the mainloop of a 128-register class does not have.
-  __shared__ Target target;
+  __shared__ Work work;
   constexpr int streams = TileShape<T>::warps / 4;
   const int column_tile = p.rows_fastest ? blockIdx.y : blockIdx.x, row_tile = p.rows_fastest ? blockIdx.x : blockIdx.y;
   const int row_tiles = p.rows_fastest ? gridDim.x : gridDim.y;
   Slice s;
   Target t;
-  if (!p.parts) wait_for_previous_kernel();  // segments are tables of the kernels before; a dense slice needs only parameters
+  if (!p.parts && !p.beside) wait_for_previous_kernel();  // segments are tables of the kernels before; a dense slice needs only parameters
   const bool found = p.parts ? find_dense<tile_bytes(Rate2)>(p, column_tile, row_tile, row_tiles, streams, s, t)
                              : find_segment<tile_bytes(Rate2)>(p, column_tile, row_tile, streams, Rate2 | Cb << 5, s, t);
-  if (!found) return;
+  if (!found) return leave(p);
   if (threadIdx.x == 0) {
+    const int stages = p.k / kBlockK, split = blockIdx.z, splits = gridDim.z;
+    s.k = p.k;
+    s.k_begin = static_cast<int>(static_cast<int64_t>(stages) * split / splits);
+    s.k_end = static_cast<int>(static_cast<int64_t>(stages) * (split + 1) / splits);
     t.row0 = s.row0;
     t.rows = s.rows;
     t.a_row = s.a_row;
     t.a_rows = s.a_rows;
-    target = t;
+    work.slice = s;
+    work.target = t;
+    barrier_init(shared_address(&work.barrier), tile_threads(T));
   }
-  s.k = p.k;
-  const int stages = p.k / kBlockK, split = blockIdx.z, splits = gridDim.z;
-  s.k_begin = static_cast<int>(static_cast<int64_t>(stages) * split / splits);
-  s.k_end = static_cast<int>(static_cast<int64_t>(stages) * (split + 1) / splits);
+  __syncthreads();
   // One mainloop per number of 16-row blocks: rounding every segment up to the tile wasted 22-28 % at 57 and 199 rows.
   switch ((s.rows + 15) >> 4) {
 #define EXL3_ROW_BLOCKS(MB) \
   case MB: \
-    if constexpr (MB <= TileShape<T>::row_blocks) { multiply<Rate2, Cb, MB, T>(p, s, target, shared); } \
+    if constexpr (MB <= TileShape<T>::row_blocks) { multiply<Rate2, Cb, MB, T>(p, work, shared); } \
     break;
     EXL3_ROW_BLOCKS(1) EXL3_ROW_BLOCKS(2) EXL3_ROW_BLOCKS(3) EXL3_ROW_BLOCKS(4)
     EXL3_ROW_BLOCKS(5) EXL3_ROW_BLOCKS(6) EXL3_ROW_BLOCKS(7) EXL3_ROW_BLOCKS(8)
 #undef EXL3_ROW_BLOCKS
   }
+  leave(p);
 }
 
 }  // namespace exl3

@@ -26,7 +26,6 @@ struct MoeSpace {
     routing.expert_row = w.take<int32_t>(experts + 1);
     routing.row_token = w.take<int32_t>(slots);
     routing.row_expert = w.take<int32_t>(slots);
-    routing.row_weight = w.take<float>(slots);
     routing.slot_row = w.take<int32_t>(slots);
     routing.segment_expert = w.take<int32_t>(segments);
     routing.segment_row = w.take<int32_t>(segments);
@@ -50,7 +49,7 @@ int check_launches(const exl3_launches& l, const char* phase) {
   EXL3_REQUIRE(l.count >= 1 && l.count <= EXL3_MAX_LAUNCHES, "moe %s: 1 or %d launches, here %d", phase, EXL3_MAX_LAUNCHES, l.count);
   for (int i = 0; i < l.count; ++i) {
     const int tile_rows = l.tile[i] == EXL3_TILE_THIN ? 32 : l.tile[i] == EXL3_TILE_HALF ? 64 : kWideRows;
-    EXL3_REQUIRE(l.tile[i] >= 0 && l.tile[i] < 4, "moe %s: tile must be 0 (thin) to 3 (narrow), here %d", phase, l.tile[i]);
+    EXL3_REQUIRE(l.tile[i] >= 0 && l.tile[i] <= EXL3_TILE_NARROW, "moe %s: tile must be 0 (thin) to 3 (narrow), here %d", phase, l.tile[i]);
     EXL3_REQUIRE(l.max_rows[i] <= tile_rows, "moe %s: tile %d serves segments of up to %d rows, here %d", phase, l.tile[i], tile_rows, l.max_rows[i]);
   }
   return 0;
@@ -100,6 +99,7 @@ int launch_segments(GemmParams p, const exl3_classes& classes, const exl3_launch
     for (int i = 0; i < launches.count; ++i) {
       p.min_rows = launches.min_rows[i];
       p.max_rows = launches.max_rows[i];
+      p.beside = c > 0 || i > 0;
       const int columns = p.trellis[1] ? 128 : columns_of(launches.tile[i]);
       EXL3_LAUNCH(instance->gemm(p, launches.tile[i], dim3((p.n + columns - 1) / columns, segments, splits ? splits : 1), stream), what);
     }
@@ -141,7 +141,6 @@ RotateParams token_rotation(const exl3_moe_args& m, const MoeSpace& space) {
 int prepare(const exl3_moe_args& m, MoeSpace& space, int slots, cudaStream_t stream) {
   RoutingParams& routing = space.routing;
   routing.topk_ids = m.topk_ids;
-  routing.topk_weights = m.topk_weights;
   routing.tokens = m.tokens;
   routing.topk = m.topk;
   routing.experts = m.experts;
@@ -209,23 +208,19 @@ int down(const exl3_moe_args& m, const MoeSpace& space, int slots, int segments,
   p.k = m.inter;
   p.n = m.hidden;
   p.trellis[0] = table<Trellises>(m.down_trellis);
-  p.svh[0] = table<Scales>(m.down_svh);
   p.a = space.h;
   p.a_rows = slots;
-  p.row_weight = space.routing.row_weight;
-  p.out = space.rows;
-  p.out_type = Type::f16;
-  p.out_stride = m.hidden;
   p.partial = space.partial_down;
+  p.partial_half = space.rows;
   p.partial_rows = slots;
   p.partial_columns = m.hidden;
-  p.output = m.splits_down ? Output::partial : Output::store;
+  p.output = Output::partial;
   return launch_segments(p, m.down, m.launch_down, segments, m.splits_down, "moe down", stream);
 }
 
 int combine(const exl3_moe_args& m, const MoeSpace& space, int slots, cudaStream_t stream) {
   CombineParams c{};
-  c.rows = space.rows;
+  c.partial_half = space.rows;
   c.partial = space.partial_down;
   c.splits = m.splits_down;
   c.sorted_rows = slots;
@@ -236,7 +231,6 @@ int combine(const exl3_moe_args& m, const MoeSpace& space, int slots, cudaStream
   c.tokens = m.tokens;
   c.topk = m.topk;
   c.n = m.hidden;
-  c.experts = m.experts;
   c.out = m.out;
   c.out_type = static_cast<Type>(m.out_type);
   c.out_stride = m.out_stride;
@@ -319,7 +313,7 @@ int exl3_fat_gemm_scatter(const void* a, const void* packed, float* out, const v
   GemmParams p = fat_params(a, packed, out, svh, rows, k, n);
   p.output = Output::scatter;
   p.row_token = token_idx;
-  p.row_weight_f16 = static_cast<const half*>(route_weight);
+  p.row_weight = static_cast<const half*>(route_weight);
   p.tokens = tokens;
   p.fault = fault;
   EXL3_LAUNCH(instance->gemm(p, EXL3_TILE_NARROW, fat_grid(rows, n), static_cast<cudaStream_t>(stream)), "fat_gemm_scatter");
@@ -414,7 +408,7 @@ int exl3_fat_moe_down(const void* h2, const int64_t* down_trellis, const int64_t
   p.svh[0] = table<Scales>(down_svh);
   p.a = static_cast<const half*>(h2);
   p.row_token = row_token;
-  p.row_weight_f16 = static_cast<const half*>(row_weight);
+  p.row_weight = static_cast<const half*>(row_weight);
   p.tokens = tokens;
   p.out = out;
   p.out_stride = n;

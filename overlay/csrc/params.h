@@ -9,7 +9,7 @@ namespace exl3 {
 enum class Type : int { f16, bf16, f32 };
 
 enum class Output : int {
-  partial,  // raw fp32 sums of one split of K, before the output Hadamard, to partial[split][row][column]
+  partial,  // sums of one split of K as they are, before the output Hadamard, to partial[split][row][column] or partial_half[row][column]
   store,    // Hadamard, svh, scales; out[row][column] in the caller's type
   scatter,  // the same, added to out[token][column] in fp32
   swiglu,   // stream 0 is gate, stream 1 up: limit, SiLU(gate) * up, suh of down, Hadamard; fp16 out[row][column]
@@ -46,6 +46,7 @@ struct GemmParams {
   const int32_t* segment_rows;
   const int32_t* segments;               // [1], live count
   int min_rows, max_rows;                // this launch serves segments of min_rows..max_rows rows
+  int beside;                            // the launch before serves other segments of the same phase: run beside it
   int experts;
   const uint8_t* const* trellis[2];      // [experts] per stream; [1] only for swiglu
   const half* const* svh[2];
@@ -59,15 +60,15 @@ struct GemmParams {
   int sorted_rows;                       // bound for segment rows
 
   float limit;                           // swiglu: gate <= limit, |up| <= limit; infinity for none
-  const float* row_weight;               // [sorted rows] or null
-  const half* row_weight_f16;            // the same in fp16 (fat symbols)
+  const half* row_weight;                // scatter: [sorted rows]
   const int64_t* row_token;              // scatter: [sorted rows]
   int tokens;                            // rows of out for scatter, bound for row_token
 
   void* out;
   Type out_type;
   int64_t out_stride;                    // elements between rows of out
-  float* partial;                        // [splits][partial_rows][partial_columns]
+  float* partial;                        // [splits][partial_rows][partial_columns], or null with
+  half* partial_half;                    // the same of one split in fp16
   int partial_rows, partial_columns;
   int partial_column0;                   // where this launch's matrix starts in the partial sums (gate and up in turn)
   int32_t* fault;                        // null, or a debug word: bit 0 expert, 1 segment rows, 2 input row, 3 token out of range

@@ -103,7 +103,6 @@ __device__ __forceinline__ void place_chunk(const RoutingParams& p, int chunk, u
     for (int w = 0; w < warp; ++w) row += warp_counts[w * p.experts + expert];
     p.row_token[row] = slot / p.topk;
     p.row_expert[row] = expert;
-    p.row_weight[row] = p.topk_weights[slot];
     p.slot_row[slot] = row;
   } else if (slot < p.tokens * p.topk) {
     p.slot_row[slot] = -1;

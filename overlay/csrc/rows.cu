@@ -108,27 +108,78 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_partial(const Comb
   if (warp == 0) store4(p.out, p.out_type, token * p.out_stride + column + lane * 4, sum);
 }
 
-__global__ void __launch_bounds__(256) combine_rows(const CombineParams p) {
-  wait_for_previous_kernel();
-  const int token = blockIdx.x, column = (blockIdx.y * 256 + threadIdx.x) * 8;
-  if (column >= p.n) return;
-  float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-#pragma unroll 8
-  for (int k = 0; k < p.topk; ++k) {
-    const int row = p.slot_row[token * p.topk + k];
-    if (row < 0) continue;
-    const uint4 u = *reinterpret_cast<const uint4*>(static_cast<const half*>(p.rows) + static_cast<int64_t>(row) * p.n + column);
-    const uint32_t words[4] = {u.x, u.y, u.z, u.w};
+// The same for many tokens, from fp16 sums: a warp takes eight blocks of 128 columns, four lanes each, and all slots of a token one after
+// another. The output Hadamard of down is done here and not in its GEMM, whose K is so short that the epilogue was a sixth of its time; this
+// kernel waits for memory and has the arithmetic to spare. A lane holds columns 32i + 8(l % 4) .. + 7 of its block, so two shuffles a value.
+constexpr int kSlotsAtOnce = 4;
+
+struct Eighths { uint4 chunk[4]; };  // 32 halves
+
+__device__ __forceinline__ Eighths load_eighths(const half* p) {
+  Eighths x;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = __half22float2(*reinterpret_cast<const half2*>(&words[i]));
-      total[2 * i] += x.x;
-      total[2 * i + 1] += x.y;
+  for (int i = 0; i < 4; ++i) x.chunk[i] = *reinterpret_cast<const uint4*>(p + 32 * i);
+  return x;
+}
+
+__device__ __forceinline__ void to_floats(float (&v)[32], const Eighths& x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t words[4] = {x.chunk[i].x, x.chunk[i].y, x.chunk[i].z, x.chunk[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 f = __half22float2(*reinterpret_cast<const half2*>(&words[j]));
+      v[8 * i + 2 * j] = f.x;
+      v[8 * i + 2 * j + 1] = f.y;
     }
   }
-  const float low[4] = {total[0], total[1], total[2], total[3]}, high[4] = {total[4], total[5], total[6], total[7]};
-  store4(p.out, p.out_type, token * p.out_stride + column, low);
-  store4(p.out, p.out_type, token * p.out_stride + column + 4, high);
+}
+
+__device__ __forceinline__ void add_row(float (&total)[32], const Eighths& sums, const half* svh, float weight, int lane) {
+  float v[32], s[32];
+  to_floats(s, load_eighths(svh));
+  to_floats(v, sums);
+  hadamard_registers(v);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    v[i] = butterfly<2>(butterfly<1>(v[i], lane), lane);
+    total[i] = fmaf(v[i] * weight, s[i], total[i]);
+  }
+}
+
+__global__ void __launch_bounds__(kFinishWarps * 32) combine_half(const CombineParams p) {
+  wait_for_previous_kernel();
+  const int lane = threadIdx.x & 31, token = blockIdx.x;
+  const int block = (blockIdx.y * kFinishWarps + (threadIdx.x >> 5)) * 8 + (lane >> 2);
+  const bool live = block * kHadamard < p.n;  // all lanes join the shuffles
+  const int column = (live ? block : 0) * kHadamard + (lane & 3) * 8;
+  float total[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) total[i] = 0.f;
+  for (int first = 0; first < p.topk; first += kSlotsAtOnce) {
+    Eighths sums[kSlotsAtOnce];
+    const half* svh[kSlotsAtOnce];
+    float weight[kSlotsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const int slot = token * p.topk + min(first + k, p.topk - 1), row = p.slot_row[slot];
+      const bool counts = first + k < p.topk && row >= 0;
+      // A slot without work adds zero times some valid row.
+      sums[k] = load_eighths(p.partial_half + static_cast<int64_t>(counts ? row : 0) * p.n + column);
+      svh[k] = p.svh[counts ? p.topk_ids[slot] : 0] + column;
+      weight[k] = counts ? p.topk_weights[slot] * kHadamardScale : 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < kSlotsAtOnce; ++k) {
+      if (weight[k] != 0.f) add_row(total, sums[k], svh[k], weight[k], lane);  // the same for all lanes of the token
+    }
+  }
+  if (!live) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float x[4] = {total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]};
+    store4(p.out, p.out_type, token * p.out_stride + column + 32 * (i >> 1) + 4 * (i & 1), x);
+  }
 }
 
 __global__ void __launch_bounds__(256) cast_rows(const float* in, const float* scale, void* out, Type type, int64_t out_stride, int columns) {
@@ -161,7 +212,7 @@ cudaError_t launch_finish_swiglu(const GemmParams& p, int splits, const int32_t*
 }
 
 cudaError_t launch_combine(const CombineParams& p, cudaStream_t stream) {
-  if (p.rows) return launch_dependent(combine_rows, dim3(p.tokens, ceil_div(p.n, 2048)), 256, 0, stream, p);
+  if (p.partial_half) return launch_dependent(combine_half, dim3(p.tokens, ceil_div(p.n / kHadamard, 8 * kFinishWarps)), kFinishWarps * 32, 0, stream, p);
   return launch_dependent(combine_partial, dim3(p.tokens, p.n / kHadamard), kCombineWarps * 32, 0, stream, p);
 }
 

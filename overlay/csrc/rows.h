@@ -33,15 +33,15 @@ cudaError_t launch_finish_swiglu(const GemmParams& p, int splits, const int32_t*
                                   cudaStream_t stream);
 
 struct CombineParams {
-  const void* rows;            // fp16 [sorted rows][n], finished and weighted; or null with partial
-  const float* partial;        // [splits][sorted rows][n], raw sums of down
+  const half* partial_half;    // [sorted rows][n], sums of down as they are; or null with
+  const float* partial;        // [splits][sorted rows][n]
   int splits;
   int sorted_rows;
-  const half* const* svh;      // partial: [experts]
-  const int32_t* topk_ids;     // partial: [tokens][topk]
-  const float* topk_weights;   // partial: [tokens][topk]
+  const half* const* svh;      // [experts]
+  const int32_t* topk_ids;     // [tokens][topk]
+  const float* topk_weights;   // [tokens][topk]
   const int32_t* slot_row;     // [tokens][topk]: sorted row of each slot, < 0 for none
-  int tokens, topk, n, experts;
+  int tokens, topk, n;
   void* out;
   Type out_type;
   int64_t out_stride;
@@ -53,7 +53,6 @@ cudaError_t launch_cast_rows(const float* in, const float* scale, void* out, Typ
 
 struct RoutingParams {
   const int32_t* topk_ids;     // [tokens][topk]; ids outside 0..experts-1 are slots without work (expert parallelism)
-  const float* topk_weights;   // [tokens][topk]
   int tokens, topk, experts;
   int max_segment_rows;        // multiple of 16
   // out
@@ -61,7 +60,6 @@ struct RoutingParams {
   int32_t* expert_row;         // [experts + 1]: first sorted row
   int32_t* row_token;          // [tokens * topk]
   int32_t* row_expert;         // [tokens * topk]
-  float* row_weight;           // [tokens * topk]
   int32_t* slot_row;           // [tokens * topk]
   int32_t* segment_expert;
   int32_t* segment_row;

