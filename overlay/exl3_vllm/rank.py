@@ -11,8 +11,10 @@ here: an end that nobody asked for is a failure, and the health of a headless ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +29,7 @@ from typing import Any
 PLUGIN = "exl3"  # its name in the entry point group below
 PLUGIN_GROUP = "vllm.general_plugins"
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+BUILT_CACHE = Path("/opt/exl3/vllm-cache")
 BEAT_S = 1.0  # how often the status file is renewed
 STALE_S = 15.0  # a status older than this belongs to a supervisor that no longer runs
 
@@ -153,6 +156,17 @@ def check_model(model_dir: Path) -> None:
         raise RankError(f"{model_dir} has no config.json, so it is not a model directory", EXIT_PREFLIGHT)
 
 
+def seed_cache(environ: Mapping[str, str]) -> None:
+    """Lay what the image's build found out (`exl3_vllm.modelinfo`) where vLLM looks; it checks each file by its hash.
+
+    Without it vLLM only starts later, so an image or a cache that does not take it is no reason to refuse.
+    """
+    cache = environ.get("VLLM_CACHE_ROOT")
+    if cache and BUILT_CACHE.is_dir() and not Path(cache).exists():
+        with contextlib.suppress(OSError):
+            shutil.copytree(BUILT_CACHE, cache, copy_function=shutil.copyfile)
+
+
 # While vLLM runs ------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +261,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     settings = Settings.from_environ(environ)
     check_plugin(environ)
     check_model(settings.model_dir)
+    seed_cache(environ)
     try:
         settings.receipt_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -260,3 +260,17 @@ def test_usage(environ: dict[str, str]) -> None:
     code, _, err = rank(environ)
     assert code == 2
     assert "usage:" in err
+
+
+def test_what_the_build_found_out_is_laid_where_vllm_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPO / "overlay")
+    from exl3_vllm import rank as module
+
+    (tmp_path / "built" / "modelinfos").mkdir(parents=True)
+    (tmp_path / "built" / "modelinfos" / "a.json").write_text("{}")
+    (tmp_path / "built" / "modelinfos" / "a.json").chmod(0o444)
+    monkeypatch.setattr(module, "BUILT_CACHE", tmp_path / "built")
+    module.seed_cache({"VLLM_CACHE_ROOT": str(tmp_path / "cache")})
+    assert os.access(tmp_path / "cache" / "modelinfos" / "a.json", os.W_OK)
+    module.seed_cache({"VLLM_CACHE_ROOT": "/proc/nowhere"})  # it starts later, and starts
+    module.seed_cache({})
