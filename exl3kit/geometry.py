@@ -7,6 +7,7 @@ from typing import Any
 
 BLOCK = 128  # inputs that one Hadamard block mixes; a rank must hold whole blocks of a row-parallel layer's input
 
+_ROUTED = "the experts' intermediate size"
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")  # models' names of their number
 
 
@@ -73,7 +74,12 @@ def _rows(shape: Mapping[str, Any], tensor: int, expert: bool, exl3: bool) -> It
     for what, width in _row_parallel_inputs(shape, expert):
         # The format pads widths to whole blocks, and the padding is cut with the rest: 2880 counts as 2944.
         stored = -(-width // BLOCK) * BLOCK if exl3 else width
-        if exl3 and stored % (tensor * BLOCK):
+        if exl3 and what == _ROUTED:  # both sides of this cut are ours: ranks may take different numbers of blocks
+            if stored // BLOCK < tensor:
+                yield f"{what} of {width} is {stored // BLOCK} blocks of {BLOCK}, fewer than {tensor} ranks"
+            elif width % tensor:
+                yield f"{what} of {width} does not divide over {tensor} ranks"
+        elif exl3 and stored % (tensor * BLOCK):
             blocks = f"{stored / tensor / BLOCK:g} blocks of {BLOCK}"
             yield f"{what} of {width} over {tensor} ranks is {stored / tensor:g} = {blocks} per rank, not whole blocks"
         elif stored % tensor:
@@ -92,7 +98,7 @@ def _row_parallel_inputs(shape: Mapping[str, Any], expert: bool) -> Iterator[tup
         yield "intermediate_size", dense
     experts = _number(shape, *EXPERTS)
     if experts and (moe or dense) and not expert:
-        yield "the experts' intermediate size", moe or dense or 0
+        yield _ROUTED, moe or dense or 0
     shared = _number(shape, "shared_expert_intermediate_size", "shared_intermediate_size")
     shared_count = _number(shape, "n_shared_experts", "num_shared_experts")
     if shared or (shared_count and moe):
