@@ -30,7 +30,12 @@ def open_engine(model: Path, dtype: str = "bfloat16", **options: Any) -> Iterato
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, **options}
+    llm = None
     try:
-        yield LLM(model=str(model), dtype=dtype, **settings)
+        llm = LLM(model=str(model), dtype=dtype, **settings)
+        yield llm
     finally:
+        if llm is not None:
+            # Now, and not when the engine is collected: by then the next one may be up, and lose its process groups.
+            llm.llm_engine.engine_core._finalizer()
         cleanup_dist_env_and_memory()

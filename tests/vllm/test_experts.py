@@ -17,6 +17,8 @@ from exl3_vllm.tiers import Resolution, resolve
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
+ALL_OFF = dict.fromkeys(("EXL3_FAT_SORTED", "EXL3_FAT_BATCHED", "EXL3_FAT_KERNEL"), "0")
+
 CAP, EXPERTS, HIDDEN, WIDTH, TOP = 8, 4, 32, 16, 2
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from exl3_vllm.format import Checkpoint
-from logits import CONFIGS, ENGINE, make_synthetic, relative_error, vllm_logits
+from logits import ENGINE, make_synthetic, relative_error, vllm_logits
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "uneven"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2_moe", "padded", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "qwen3_moe"))],
+)
 def test_logits_equal_transformers(name: str, engine: Engine, tmp_path: Path) -> None:
     # given a model whose tensors differ in rate and codebook, also within one expert
     synthetic = make_synthetic(name, tmp_path)
