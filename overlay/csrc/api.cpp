@@ -1,5 +1,4 @@
 // unit: once
-// ops: exl3_rotate exl3_gemm exl3_reconstruct
 // The C ABI of dense layers: checks, workspace layout, launches. moe.cpp has that of experts.
 #include "abi.h"
 

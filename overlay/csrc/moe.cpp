@@ -1,5 +1,4 @@
 // unit: once
-// ops: exl3_moe exl3_fat_moe_gather
 // The C ABI of mixture-of-experts layers and the fat symbols: checks, workspace layout, launches.
 #include <cmath>
 
@@ -293,14 +292,24 @@ static GemmParams fat_params(const void* a, const void* packed, float* out, cons
   return p;
 }
 
-static dim3 fat_grid(int rows, int n) { return dim3((rows + kWideRows - 1) / kWideRows, (n + 127) / 128); }
+// The tile of the fat symbols, which come without a plan: two 4-warp CTAs fit an SM only where it has more than 100 KB of shared memory.
+static int fat_tile() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return EXL3_TILE_WIDE;
+  return major < 12 ? EXL3_TILE_NARROW : EXL3_TILE_WIDE;
+}
+
+static dim3 fat_grid(int tile, int rows, int n) {
+  return dim3((rows + kWideRows - 1) / kWideRows, (n + columns_of(tile) - 1) / columns_of(tile));
+}
 
 int exl3_fat_gemm(const void* a, const void* packed, float* out, const void* svh, int rows, int k, int n, int rate2, int codebook, void* stream) {
   const Instance* instance = require_instance(rate2, codebook);
   if (!instance || check_fat(a, packed, svh, out, rows, k, n)) return -1;
   if (rows == 0) return 0;
   const GemmParams p = fat_params(a, packed, out, svh, rows, k, n);
-  EXL3_LAUNCH(instance->gemm(p, EXL3_TILE_NARROW, fat_grid(rows, n), static_cast<cudaStream_t>(stream)), "fat_gemm");
+  const int tile = fat_tile();
+  EXL3_LAUNCH(instance->gemm(p, tile, fat_grid(tile, rows, n), static_cast<cudaStream_t>(stream)), "fat_gemm");
   return 0;
 }
 
@@ -316,7 +325,8 @@ int exl3_fat_gemm_scatter(const void* a, const void* packed, float* out, const v
   p.row_weight = static_cast<const half*>(route_weight);
   p.tokens = tokens;
   p.fault = fault;
-  EXL3_LAUNCH(instance->gemm(p, EXL3_TILE_NARROW, fat_grid(rows, n), static_cast<cudaStream_t>(stream)), "fat_gemm_scatter");
+  const int tile = fat_tile();
+  EXL3_LAUNCH(instance->gemm(p, tile, fat_grid(tile, rows, n), static_cast<cudaStream_t>(stream)), "fat_gemm_scatter");
   return 0;
 }
 
@@ -412,7 +422,7 @@ int exl3_fat_moe_down(const void* h2, const int64_t* down_trellis, const int64_t
   p.tokens = tokens;
   p.out = out;
   p.out_stride = n;
-  return launch_segments(p, one_class(rate2, codebook), one_launch(EXL3_TILE_NARROW), segs_cap, 0, "fat_moe_down", static_cast<cudaStream_t>(stream));
+  return launch_segments(p, one_class(rate2, codebook), one_launch(fat_tile()), segs_cap, 0, "fat_moe_down", static_cast<cudaStream_t>(stream));
 }
 
 }  // extern "C"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exl3_vllm import bench_peers, decode, kernels, plans
+from exl3_vllm.format import BLOCK
 from exl3_vllm.kernels import Experts, Matrix
 from exl3_vllm.plans import DensePlan
 
@@ -35,25 +36,33 @@ class Bench:
     sets: int = 2  # of weights and inputs that take turns
     layers: list[tuple[Experts, list[Matrix]]] = field(default_factory=list)
 
-    def timed(self, calls: list[Call], repeats: int = 11) -> float:
-        """Median microseconds per call."""
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    def race(self, runners: dict[str, list[Call]], repeats: int = 11) -> dict[str, float]:
+        """Median microseconds per call of each runner; they take turns, so that a clock that drifts drifts for all."""
+        graphs = {}
+        for name, calls in runners.items():
             for call in calls:
                 call()
-        graph.replay()
-        times = []
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                for call in calls:
+                    call()
+            graphs[name].replay()
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        event: Any = torch.cuda.Event
         for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / len(calls) * 1e3)
-        return statistics.median(times)
+            for name, graph in graphs.items():
+                start, end = event(enable_timing=True), event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end) / len(runners[name]) * 1e3)
+        return {name: statistics.median(values) for name, values in times.items()}
+
+    def timed(self, calls: list[Call]) -> float:
+        """Median microseconds per call."""
+        return self.race({"": calls})[""]
 
     def signs(self, n: int, size: float) -> Tensor:
         magnitude = size * (0.75 + 0.5 * torch.rand(n, device=self.device))
@@ -98,18 +107,20 @@ def ceilings(b: Bench) -> dict[str, float]:
     return {"mm_tflops": 2 * 8192**3 / product / 1e6, "copy_tbs": 2 * 4 * source.numel() / copy / 1e6}
 
 
+def _layer_calls(b: Bench, inputs: list[tuple[Tensor, Tensor, Tensor]], layers: list[Experts]) -> list[Call]:
+    call = functools.partial(kernels.moe, limit=LIMIT, table=b.table)
+    return [functools.partial(call, *given, layer) for given, layer in zip(inputs, layers, strict=True)]
+
+
 def moe_prefill(b: Bench, tokens: int, zipf: bool) -> dict[str, float]:
     """K1, K2: the whole layer and torch._grouped_mm with dense weights, us."""
     inputs = [(b.activations(tokens, HIDDEN), *b.routing(tokens, zipf)) for _ in range(b.sets)]
     layers = [b.experts(i) for i in range(b.sets)]
-    own = [
-        lambda x=x, ids=ids, w=w, e=e: kernels.moe(x, ids, w, e, limit=LIMIT, table=b.table)
-        for (x, ids, w), e in zip(inputs, layers, strict=True)
-    ]
-    result = {"us": b.timed(own)}
+    own = _layer_calls(b, inputs, layers)
     gate_up = torch.randn(EXPERTS, HIDDEN, 2 * INTER, device=b.device, dtype=torch.bfloat16)
     down = torch.randn(EXPERTS, INTER, HIDDEN, device=b.device, dtype=torch.bfloat16)
-    result["grouped_mm_us"] = b.timed([bench_peers.grouped_mm(x, ids, gate_up, down) for x, ids, _ in inputs])
+    others = [bench_peers.grouped_mm(x, ids, gate_up, down) for x, ids, _ in inputs]
+    result = b.race({"us": own, "grouped_mm_us": others})
     result["ratio"] = result["us"] / result["grouped_mm_us"]
     result["tflops"] = tokens * TOPK * 3 * 2 * HIDDEN * INTER / result["us"] / 1e6
     return result
@@ -122,17 +133,17 @@ def moe_decode(b: Bench, counts: Iterable[int]) -> list[dict[str, float]]:
     results = []
     for tokens in counts:
         inputs = [(b.activations(tokens, HIDDEN), *b.routing(tokens, False)) for _ in range(b.sets)]
-        own = [
-            lambda x=x, ids=ids, w=w, e=e: kernels.moe(x, ids, w, e, limit=LIMIT, table=b.table)
-            for (x, ids, w), e in zip(inputs, layers, strict=True)
-        ]
-        result = {"tokens": tokens, "us": b.timed(own)}
+        own = _layer_calls(b, inputs, layers)
+        runners = {"us": own}
         if peers:
             _check_peer(own[0](), peers[0], inputs[0])
-            times = [b.timed([p.grouped(*i) for p, i in zip(peers, inputs, strict=True)])]
+            runners["grouped"] = [p.grouped(*i) for p, i in zip(peers, inputs, strict=True)]
             if tokens <= bench_peers.COOP_TOKENS:
-                times.append(b.timed([p.cooperative(*i) for p, i in zip(peers, inputs, strict=True)]))
-            result |= {"peer_us": min(times), "ratio": min(times) / result["us"]}
+                runners["cooperative"] = [p.cooperative(*i) for p, i in zip(peers, inputs, strict=True)]
+        times = b.race(runners)
+        result = {"tokens": tokens, "us": times.pop("us")}
+        if times:
+            result |= {"peer_us": min(times.values()), "ratio": min(times.values()) / result["us"]}
         results.append(result)
     return results
 
@@ -166,23 +177,21 @@ def _dense_at(b: Bench, rows: int, weights: list[Matrix], decoded: Tensor, buffe
     out = torch.empty((rows, n), dtype=torch.float16, device=b.device)
     pairs = [(b.activations(rows, k), w) for w in weights]
 
-    def timed(product: Callable[[Tensor, Matrix], Any]) -> float:
-        return b.timed([functools.partial(product, x, w) for x, w in pairs])
+    def calls(product: Callable[[Tensor, Matrix], Any]) -> list[Call]:
+        return [functools.partial(product, x, w) for x, w in pairs]
 
-    result = {
-        "rows": rows,
-        "us": timed(lambda x, w: kernels.linear(x, [w], table=b.table, weight=buffer)),
-        "fused_us": timed(lambda x, w: kernels.fused_linear(x, [w], False, out, plan)),
-        "mm_us": timed(lambda x, w: torch.mm(x, decoded, out=out)),
+    runners = {
+        "us": calls(lambda x, w: kernels.linear(x, [w], table=b.table, weight=buffer)),
+        "fused_us": calls(lambda x, w: kernels.fused_linear(x, [w], False, out, plan)),
+        "mm_us": calls(lambda x, w: torch.mm(x, decoded, out=out)),
     }
     if rows >= 32:
-        result["reconstruct_us"] = timed(lambda x, w: kernels.reconstructed_linear(x, [w], out, buffer))
+        runners["reconstruct_us"] = calls(lambda x, w: kernels.reconstructed_linear(x, [w], out, buffer))
     if b.peer and rows <= 256:
-        result["peer_us"] = b.timed([bench_peers.dense_call(b.peer, x, w, out) for x, w in pairs])
+        runners["peer_us"] = [bench_peers.dense_call(b.peer, x, w, out) for x, w in pairs]
     if b.peer and rows >= 64:
-        calls = [bench_peers.reconstruct_call(b.peer, x, w, out, buffer) for x, w in pairs]
-        result["peer_reconstruct_us"] = b.timed(calls)
-    return result
+        runners["peer_reconstruct_us"] = [bench_peers.reconstruct_call(b.peer, x, w, out, buffer) for x, w in pairs]
+    return {"rows": rows, **b.race(runners)}
 
 
 def crossover(b: Bench, shape: tuple[int, int, int]) -> int:
@@ -198,7 +207,7 @@ def crossover(b: Bench, shape: tuple[int, int, int]) -> int:
 
 def _hadamard(x: Tensor) -> Tensor:
     sign = torch.where(decode.hadamard(x.device) > 0, 1.0, -1.0).double()
-    return (x.double().unflatten(-1, (-1, decode.BLOCK)) @ sign).flatten(-2) / decode.BLOCK**0.5
+    return (x.double().reshape(*x.shape[:-1], -1, BLOCK) @ sign).flatten(-2) / BLOCK**0.5
 
 
 def _weight(m: Matrix) -> Tensor:
@@ -281,7 +290,7 @@ def slow_tensor(b: Bench) -> dict[str, Any]:
     m = b.matrices(1, k, n, 8)[0]
     for rows in (1024, 4096):
         x, out = b.activations(rows, k), torch.empty((rows, n), dtype=torch.float16, device=b.device)
-        candidates = [DensePlan(t, -(-rows // 128), cuts) for t in (plans.WIDE, plans.NARROW) for cuts in (0, 2)]
+        candidates = [DensePlan(t, -(-rows // 128), cuts) for t in (plans.WIDE, plans.NARROW) for cuts in (0, 2, 4)]
         best = min(b.timed([functools.partial(kernels.fused_linear, x, [m], False, out, plan)]) for plan in candidates)
         result[f"dense_{rows}_of_peak"] = 2 * rows * k * n / best / peak
     return result

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,8 @@ def _library(path: Path) -> ctypes.CDLL:
         raise KernelError(f"{path}: not a usable kernel library: {error}; build it again") from error
     if version != ABI_VERSION:
         raise KernelError(f"{path}: ABI {version}, this package needs {ABI_VERSION}; build both from one source")
-    torch.ops.load_library(str(path))
+    operators: Any = torch.ops  # its methods have no annotations
+    operators.load_library(str(path))
     _register_fakes()
     return library
 

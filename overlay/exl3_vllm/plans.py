@@ -48,6 +48,7 @@ class Table:
     us_per_cta: float
     bytes_per_us: float
     stages_per_split: int = 4
+    down_tile: int = WIDE
     moe_decode_tokens: int = 256
     moe_half_rows: int = 64
 
@@ -62,6 +63,7 @@ H200 = Table(
     us_per_split=0.25,
     us_per_cta=0.4,
     bytes_per_us=3.0e6,
+    down_tile=NARROW,
 )
 # GB10 and RTX cards: tensor cores slow enough, relative to everything else, that the fused path stays ahead of
 # reconstruct + cuBLAS much longer, and the 8-warp tiles are best (docs/kernels.md, "Model of GB10").
@@ -165,6 +167,6 @@ def moe_plan(
     else:
         # Short segments first: the other order is 4 % slower at 2,048 tokens and 8 % at 7,168 with skewed routing.
         gate_up_launch = (HALF, 1, half, WIDE, half + 1, 128)
-        down_launch = (HALF, 1, half, NARROW, half + 1, 128)
+        down_launch = (HALF, 1, half, table.down_tile, half + 1, 128)
         plan = MoePlan(128, 0, 0, gate_up_launch, down_launch)
     return plan if shared_suh else replace(plan, splits_gate_up=max(1, plan.splits_gate_up))
