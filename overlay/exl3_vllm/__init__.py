@@ -17,7 +17,9 @@ def register() -> None:
     if LOADED:
         return
     import exl3_vllm.config  # noqa: F401  (its import registers the quantisation)
+    from exl3_vllm.heads import find_quantised_heads
     from exl3_vllm.tracking import track_exl3_loading
 
     track_exl3_loading()
+    find_quantised_heads()
     LOADED = True

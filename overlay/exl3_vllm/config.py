@@ -120,6 +120,10 @@ class Exl3Config(QuantizationConfig):
         if self.names is not None:
             self.names.rename(hf_to_vllm_mapper.map_name)
 
+    def holds_matrix(self, prefix: str) -> bool:
+        """Whether the checkpoint holds the layer `prefix` as one trellis matrix."""
+        return self._names().stored(prefix) is not None
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of one layer, decided by which tensors the checkpoint holds for it.
 

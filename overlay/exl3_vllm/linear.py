@@ -44,7 +44,11 @@ def output_ranges(layer: torch.nn.Module) -> list[tuple[int, int, int]]:
         return [(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index)]
     rank, size = (layer.tp_rank, layer.tp_size) if isinstance(layer, ColumnParallelLinear) else (0, 1)
     sizes = layer.output_sizes if isinstance(layer, MergedColumnParallelLinear) else [layer.output_size]
-    return [(full, rank * (full // size), (rank + 1) * (full // size)) for full in sizes]
+    ranges = [(full, rank * (full // size), (rank + 1) * (full // size)) for full in sizes]
+    # Some models replicate sections of a merged layer: they multiply its size by the ranks, and every rank takes all.
+    for section in getattr(layer, "replicated_shard_ids", ()):
+        ranges[section] = (sizes[section] // size, 0, sizes[section] // size)
+    return ranges
 
 
 def input_range(layer: torch.nn.Module) -> tuple[int, int, int]:
