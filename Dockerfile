@@ -47,6 +47,8 @@ RUN cp -r /opt/exl3/overlay /tmp/overlay && cd /tmp/overlay \
  && python -c "from setuptools.build_meta import build_wheel; build_wheel('/tmp/wheel')" > /tmp/build.log \
  && cd /opt/venv/lib/python3*/site-packages && python -m zipfile -e /tmp/wheel/*.whl . \
  && python -m compileall -q --invalidation-mode unchecked-hash exl3_vllm && rm -rf /tmp/overlay /tmp/wheel /tmp/build.log
+# What a plugin cannot do; refuses a vLLM that is not as the overlay was tested with.
+RUN cd /opt/exl3/overlay && python -m patches apply "$(echo /opt/venv/lib/python3*/site-packages)"
 # What vLLM would ask the demo's models at every start.
 RUN VLLM_CACHE_ROOT=/opt/exl3/vllm-cache python -m exl3_vllm.modelinfo LlamaForCausalLM Qwen3MoeForCausalLM
 USER 10001:10001

@@ -16,6 +16,7 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "in_proj_qkvbfg_a": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
 }
 
 
@@ -61,6 +62,10 @@ class ModuleNames:
             if trellis or plain:
                 return trellis, plain
         return [], []
+
+    def any_below(self, prefix: str) -> bool:
+        """Whether a trellis matrix lies at or below the module that vLLM calls `prefix`."""
+        return any(f"{name}.".startswith(f"{prefix}.") for name in self._matrices)
 
     def stored(self, name: str) -> str | None:
         """The checkpoint's name of the trellis matrix that vLLM calls `name`, or None."""

@@ -75,7 +75,7 @@ def record(path: Path) -> int:
     """Write the index of the wheel's version."""
     sources = Sources(path)
     if sources.version not in patchset.versions():
-        raise SourceError(f"there is no set for vLLM {sources.version}; make vllm-{sources.version}/manifest.yaml first")
+        raise SourceError(f"vLLM {sources.version} has no set; write vllm-{sources.version}/manifest.yaml first")
     index = contract.record(sources)
     lacking = [symbol.key for symbol in contract.symbols() if symbol.key not in index]
     if lacking:

@@ -111,8 +111,8 @@ def _compare(sources: Sources, symbol: Symbol, was: Mapping[str, str]) -> tuple[
         others = sources.elsewhere(symbol.name)
         if not others:
             return "missing", _resembling(sources, symbol)
-        now = "; ".join(f"{one.module}{'' if _shape(one) == {**was, 'in': one.module} else ' (changed)'}" for one in others)
-        return "moved", f"now in {now}"
+        places = [one.module + ("" if _shape(one) == {**was, "in": one.module} else " (changed)") for one in others]
+        return "moved", f"now in {', '.join(places)}"
     is_now = _shape(found)
     for part in ("kind", "signature"):
         if is_now[part] != was[part]:

@@ -41,12 +41,13 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """A folder `vllm-X.Y.Z`: what its manifest says."""
+    """A folder `vllm-X.Y.Z`: what its manifest says. `without_patch`: concerns that are met in another way, and how."""
 
     folder: Path
     version: str
     variables: Mapping[str, str]
     patches: tuple[Patch, ...]
+    without_patch: Mapping[str, str]
 
     def render(self, patch: Patch) -> str:
         """The unified diff of one patch.
@@ -56,7 +57,7 @@ class PatchSet:
         DiffError: the template cannot be rendered.
         """
         environment = Environment(
-            loader=FileSystemLoader(self.folder), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+            loader=FileSystemLoader(self.folder), undefined=StrictUndefined, keep_trailing_newline=True
         )
         try:
             return environment.get_template(patch.file).render(vllm=self.version, **self.variables)
@@ -74,7 +75,9 @@ def load(version: str) -> PatchSet:
     """The set of one version; it must be one of `versions()`."""
     folder = HERE / f"vllm-{version}"
     said = yaml.safe_load((folder / "manifest.yaml").read_text(encoding="utf-8"))
-    return PatchSet(folder, str(said["vllm"]), dict(said["variables"]), tuple(_patch(one) for one in said["patches"]))
+    patches = tuple(_patch(one) for one in said["patches"])
+    without = {one["concern"]: one["why"] for one in said["without_patch"]}
+    return PatchSet(folder, str(said["vllm"]), dict(said["variables"]), patches, without)
 
 
 def _patch(said: Mapping[str, Any]) -> Patch:
@@ -148,7 +151,8 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef:
     body: list[ast.stmt] = tree.body
     node: ast.stmt | None = None
     for part in name.split("."):
-        node = next((one for one in body if isinstance(one, (ast.ClassDef, ast.FunctionDef)) and one.name == part), None)
+        named = [one for one in body if isinstance(one, (ast.ClassDef, ast.FunctionDef)) and one.name == part]
+        node = named[0] if named else None
         body = getattr(node, "body", [])
     if not isinstance(node, ast.FunctionDef):
         raise DiffError(f"there is no function {name}")

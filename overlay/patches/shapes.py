@@ -59,5 +59,5 @@ def _plain(value: Any) -> Any:
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     first = body[0] if body else None
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return body[1:] if is_text else body
+    said = first.value if isinstance(first, ast.Expr) else None
+    return body[1:] if isinstance(said, ast.Constant) and isinstance(said.value, str) else body

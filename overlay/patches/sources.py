@@ -1,4 +1,4 @@
-"""Python sources of a vLLM as they lie in a wheel or in site-packages: read and resolved, never imported or installed."""
+"""Python sources of a vLLM as they lie in a wheel or in site-packages: read and resolved, never imported."""
 
 from __future__ import annotations
 
@@ -170,8 +170,7 @@ class Sources:
         for owner in self.ancestry(holder):
             for node in ast.walk(owner.node):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    if isinstance(node.value, ast.Name) and node.value.id == "self":
-                        names.add(node.attr)
+                    names |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
             assert isinstance(owner.node, ast.ClassDef)
             for statement in owner.node.body:
                 names |= _defined(statement)
