@@ -31,11 +31,13 @@ class Stage:
     note: str = ""
     outcome: str = ""
     started: float = field(default_factory=time.monotonic)
+    last_moved: float = 0.0
     last_said: float = field(default_factory=time.monotonic)
 
     def advance(self, count: int) -> None:
         """Count `count` bytes as moved."""
         self.done += count
+        self.last_moved = time.monotonic()
 
     def say(self, note: str) -> None:
         """What the stage does just now: shown beside it, not kept."""
@@ -54,7 +56,8 @@ class Stage:
         if not self.done:
             return ""
         of = f" of {megabytes(self.total)}" if self.total and self.total > self.done else ""
-        rate = f", {megabytes(int(self.done / self.seconds))}/s" if self.seconds > 1 else ""
+        moving = self.last_moved - self.started  # a stage may work on for long after the last byte
+        rate = f", {megabytes(int(self.done / moving))}/s" if moving > 1 else ""
         return f"{megabytes(self.done)}{of}{rate}"
 
 
@@ -136,19 +139,12 @@ class Progress:
         self._print("  ", text)
 
     def summary(self) -> None:
-        """Seconds per stage as a table, longest names aligned, the wall clock last."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column()
-        table.add_column(justify="right")
-        table.add_column()
-        for timing in self.timings:
-            name, outcome = Text("  " * timing.depth + timing.name), Text(timing.outcome)
-            table.add_row(name, f"{timing.seconds:.1f} s", outcome)
-        table.add_row("wall clock", f"{self.total_seconds:.1f} s", "")
-        self.console.print(table)
+        """Seconds per stage, names aligned, the wall clock last."""
+        timings = [*self.timings, Timing("wall clock", self.total_seconds)]
+        width = max(len(timing.name) + 2 * timing.depth for timing in timings)
+        for timing in timings:
+            name = "  " * timing.depth + timing.name
+            self._print("", f"{name:<{width}} {timing.seconds:>7.1f} s  {timing.outcome}".rstrip())
 
     # -- display ------------------------------------------------------------------------------------------------------
 
