@@ -112,7 +112,7 @@ class Exl3Config(QuantizationConfig):
             raise CheckpointError(str(checkpoint.directory), "holds no trellis tensor", next_step)
         plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
         self.names = ModuleNames(checkpoint.matrices, plain)
-        self.loading = ModelLoading(checkpoint, on_complete=self._complete)
+        self.loading = ModelLoading(checkpoint, self.settings, on_complete=self._complete)
         layers = getattr(getattr(hf_config, "text_config", None) or hf_config, "num_hidden_layers", None)
         self.loading.ignored_layers = partial(_not_ours, layers)
 

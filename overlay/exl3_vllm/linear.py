@@ -21,6 +21,7 @@ from exl3_vllm.cut import Cut, check_columns, check_rows
 from exl3_vllm.errors import CompletenessError, LayoutError
 from exl3_vllm.format import TrellisMatrix
 from exl3_vllm.loading import ModelLoading
+from exl3_vllm.packed_ops import TABLE_DECIDES, PackedPart, packed_layer
 from exl3_vllm.parts import MatrixPart
 
 ShardId = str | int | tuple[int, ...] | None
@@ -28,6 +29,11 @@ ShardId = str | int | tuple[int, ...] | None
 DTYPES = {"I16": torch.int16, "F16": torch.float16, "I32": torch.int32}
 
 QKV = {"q": 0, "k": 1, "v": 2}
+
+
+def keeps_packed(part: MatrixPart) -> bool:
+    """A GPU decodes as it multiplies, and has no room for dense weights; a CPU decodes once, at load."""
+    return part.device.type == "cuda"
 
 
 def output_ranges(layer: torch.nn.Module) -> list[tuple[int, int, int]]:
@@ -94,6 +100,9 @@ class Exl3LinearMethod(LinearMethodBase):
         self.matrices = matrices
         self.loading = loading
         self.parts: list[MatrixPart] = []
+        self.packed: list[PackedPart] = []
+        asked = loading.settings.reconstruct_rows
+        self.reconstruct_rows = TABLE_DECIDES if asked is None else asked
 
     def create_weights(
         self,
@@ -166,9 +175,19 @@ class Exl3LinearMethod(LinearMethodBase):
         for kind in ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1"):
             if hasattr(layer, kind):
                 delattr(layer, kind)
-        layer.weight = Parameter(self._decoded(), requires_grad=False)
+        if keeps_packed(self.parts[0]):
+            self._keep_packed(layer)
+        else:
+            layer.weight = Parameter(self._decoded(), requires_grad=False)
         self.loading.filled(self.prefix, sum(part.trellis_bytes for part in self.parts))
         self.parts = []
+
+    def _keep_packed(self, layer: torch.nn.Module) -> None:
+        self.packed = [one for part in self.parts for one in part.packed()]
+        self.shared_suh = all(torch.equal(one.suh, self.packed[0].suh) for one in self.packed)
+        self.padding = self.outputs - sum(one.columns for one in self.packed)
+        # vLLM's MLA asks for a dense weight by multiplying with the unit matrix; it looks for this name first.
+        layer.weight_packed = self.packed[0].trellis
 
     def _decoded(self) -> torch.Tensor:
         """[outputs, inputs] of this rank; rows of a padded vocabulary are zero."""
@@ -176,4 +195,6 @@ class Exl3LinearMethod(LinearMethodBase):
         return torch.nn.functional.pad(weight, (0, 0, 0, self.outputs - weight.shape[0]))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.packed:
+            return packed_layer(x, self.packed, self.shared_suh, self.padding, self.reconstruct_rows, bias)
         return torch.ops.exl3.dense_linear(x, layer.weight, bias)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from exl3_vllm.errors import CompletenessError
 from exl3_vllm.experts import Plan
 from exl3_vllm.format import Checkpoint, TrellisMatrix
+from exl3_vllm.settings import Settings
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -23,6 +24,7 @@ class ModelLoading:
     Parameters
     ----------
     checkpoint: what the files hold.
+    settings: what the operator asked for.
     on_complete: called once, when every announced layer is filled and every matrix is accounted for.
 
     Attributes
@@ -31,8 +33,9 @@ class ModelLoading:
     plan: how the experts run; set when loading is complete.
     """
 
-    def __init__(self, checkpoint: Checkpoint, on_complete: Callable[[], None]) -> None:
+    def __init__(self, checkpoint: Checkpoint, settings: Settings, on_complete: Callable[[], None]) -> None:
         self.checkpoint = checkpoint
+        self.settings = settings
         self.on_complete = on_complete
         self.layers: dict[str, list[TrellisMatrix]] = {}
         self.trellis_bytes: dict[str, int] = {}

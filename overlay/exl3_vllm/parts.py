@@ -12,6 +12,7 @@ from exl3_vllm import decode
 from exl3_vllm.cut import Cut, cut_tensor
 from exl3_vllm.errors import CheckpointError, CompletenessError
 from exl3_vllm.format import TrellisMatrix
+from exl3_vllm.packed_ops import PackedPart
 
 
 @dataclass
@@ -53,6 +54,11 @@ class MatrixPart:
                 raise CompletenessError(f"tensor {entry.name}", what, "Check the model class and the shard index")
 
     @property
+    def device(self) -> torch.device:
+        """Where the share lies."""
+        return self.tensors[0, "trellis"].device
+
+    @property
     def trellis_bytes(self) -> int:
         return sum(tensor.nbytes for (_, kind), tensor in self.tensors.items() if kind == "trellis")
 
@@ -73,3 +79,13 @@ class MatrixPart:
             first = cut.column_begin - cut.covering[0]
             shares.append(weight[:rows, first : first + cut.columns].t().to(dtype))
         return torch.cat(shares)
+
+    def packed(self) -> list[PackedPart]:
+        """The share as it is stored, one part per cut."""
+        shares = []
+        for number, cut in enumerate(self.cuts):
+            suh, svh = self.scales(number)
+            first = cut.column_begin - cut.covering[0]
+            trellis = self.tensors[number, "trellis"]
+            shares.append(PackedPart(trellis, suh, svh, self.matrix.codebook, first, cut.columns))
+        return shares
