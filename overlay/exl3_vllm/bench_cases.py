@@ -120,8 +120,11 @@ def moe_prefill(b: Bench, tokens: int, zipf: bool) -> dict[str, float]:
     gate_up = torch.randn(EXPERTS, HIDDEN, 2 * INTER, device=b.device, dtype=torch.bfloat16)
     down = torch.randn(EXPERTS, INTER, HIDDEN, device=b.device, dtype=torch.bfloat16)
     others = [bench_peers.grouped_mm(x, ids, gate_up, down) for x, ids, _ in inputs]
-    result = b.race({"us": own, "grouped_mm_us": others})
-    result["ratio"] = result["us"] / result["grouped_mm_us"]
+    # The time is taken alone: beside dense bf16 products, which draw far more power, the clock drops by 5 %. The
+    # ratio is taken with both under that clock.
+    result = {"us": b.timed(own)}
+    raced = b.race({"us": own, "grouped_mm_us": others})
+    result |= {"grouped_mm_us": raced["grouped_mm_us"], "ratio": raced["us"] / raced["grouped_mm_us"]}
     result["tflops"] = tokens * TOPK * 3 * 2 * HIDDEN * INTER / result["us"] / 1e6
     return result
 

@@ -55,7 +55,7 @@ class Table:
 
 H200 = Table(
     dense_tiles=((16, THIN), (1 << 30, NARROW)),
-    fused_rows=256,
+    fused_rows=192,
     folded_rows=1024,
     weights_per_us=3.0e6,
     flops_per_us=330e6,
