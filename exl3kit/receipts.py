@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -64,3 +65,47 @@ def find_problem(receipts: Sequence[Mapping[str, Any]], world: int, trellis_byte
         if held_bytes < trellis_bytes:
             return f"the ranks hold {held_bytes} bytes of trellis together, and the checkpoint has {trellis_bytes}"
     return None
+
+
+# ---- comparing ranks -------------------------------------------------------------------------------------------------
+
+ALIKE = (
+    "schema", "fingerprint", "stamp", "generation", "demo", "configured_tier", "effective_tier", "tier_reason",
+    "tp_size", "backend", "kernel_targets", "cap_major", "cap_minor", "sym_exl3_moe", "sym_fat_gemm",
+    "sym_fat_gemm_scatter", "sym_fat_moe", "grouped_eligible",
+)  # fmt: skip
+"""What every rank of a gang must say alike."""
+
+ALIKE_IN_A_STAGE = ("layers", "rates", "codebooks", "moe_layers_loaded", "shared_suh", "shared_suh_layers")
+"""What ranks of one pipeline stage must say alike too, unless each holds experts of its own."""
+
+
+def find_faults(receipts: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[str]:
+    """What is wrong with the receipts of a recipe's gang, as sentences without a full stop; empty when nothing is.
+
+    All ranks have written one, they agree (see `ALIKE`), the tier is the one that the recipe names, and each rank's
+    experts handled as many rows as they were given.
+    """
+    problem = find_problem(receipts, recipe.parallel.world, 0)
+    faults = [problem] if problem is not None else []
+    one_stage = recipe.parallel.pipeline == 1 and not recipe.parallel.expert
+    for key in (*ALIKE, *(ALIKE_IN_A_STAGE if one_stage else ())):
+        told = {json.dumps(receipt.get(key), sort_keys=True) for receipt in receipts}
+        if len(told) > 1 and key != "fingerprint":  # that one has its sentence above
+            said = ", ".join(f"rank {one['rank']} on {one['node']}: {json.dumps(one.get(key))}" for one in receipts)
+            faults.append(f"the ranks disagree about {key} ({said})")
+    for receipt in receipts:
+        faults += _faults_of(receipt, recipe.exl3.tier)
+    return faults
+
+
+def _faults_of(receipt: Mapping[str, Any], tier: str) -> list[str]:
+    where, faults = f"rank {receipt['rank']} on {receipt['node']}", []
+    effective = receipt.get("effective_tier")
+    if tier not in ("auto", effective):
+        reason = receipt.get("tier_reason")
+        faults.append(f"{where} runs the tier {effective} ({reason}), and the recipe names {tier}")
+    handled, expected = sum((receipt.get("rows_handled") or {}).values()), receipt.get("rows_expected", 0)
+    if handled != expected:
+        faults.append(f"{where} handled {handled} rows of experts, and {expected} were given to it")
+    return faults

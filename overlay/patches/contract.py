@@ -116,7 +116,7 @@ def _compare(sources: Sources, symbol: Symbol, was: Mapping[str, str]) -> tuple[
     is_now = _shape(found)
     for part in ("kind", "signature"):
         if is_now[part] != was[part]:
-            return "changed", f"{part} was {was[part]}, is {is_now[part]}"
+            return "changed", _difference(part, was[part], is_now[part])
     if symbol.hold == "body" and is_now.get("sha256") != was.get("sha256"):
         return "changed", "its body is another"
     if symbol.attributes:
@@ -124,6 +124,14 @@ def _compare(sources: Sources, symbol: Symbol, was: Mapping[str, str]) -> tuple[
         if lost:
             return "changed", f"lost {', '.join(lost)}"
     return "same", ""
+
+
+def _difference(part: str, was: str, is_now: str) -> str:
+    """What a changed kind or signature lost and gained, in parameters."""
+    before, after = ([one.strip("()") for one in text.split(", ")] for text in (was, is_now))
+    lost, gained = [one for one in before if one not in after], [one for one in after if one not in before]
+    told = [f"{word} {', '.join(names)}" for word, names in (("lost", lost), ("gained", gained)) if names]
+    return f"{part} {'; '.join(told) or f'is now {is_now}'}"
 
 
 def _resembling(sources: Sources, symbol: Symbol) -> str:
