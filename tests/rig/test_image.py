@@ -26,7 +26,7 @@ from exl3kit.progress import Progress
 
 STAMP = "5" * 64
 NO_OP_SECONDS = 2.0
-OVERLAY_SECONDS = 60.0  # a change of Python in the overlay; 10 s on two idle cores, nearly all of it the self-check
+OVERLAY_SECONDS = 120.0  # a change of Python in the overlay; 10 s on two idle cores, nearly all of it the self-check
 
 
 @pytest.fixture(autouse=True)
