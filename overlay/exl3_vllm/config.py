@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.platforms import current_platform
 
 from exl3_vllm import dense_ops, receipt  # noqa: F401  (dense_ops registers the operators)
 from exl3_vllm.diagnostics import DIAGNOSTICS, Facts
@@ -110,6 +111,10 @@ class Exl3Config(QuantizationConfig):
         if not checkpoint.matrices:
             next_step = "Serve it without the exl3 quantisation"
             raise CheckpointError(str(checkpoint.directory), "holds no trellis tensor", next_step)
+        if current_platform.is_cuda():
+            from exl3_vllm import gpu
+
+            gpu.require_kernels(checkpoint.matrices.values())
         plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
         self.names = ModuleNames(checkpoint.matrices, plain)
         self.loading = ModelLoading(checkpoint, self.settings, on_complete=self._complete)
@@ -174,17 +179,7 @@ class Exl3Config(QuantizationConfig):
     def _complete(self) -> None:
         """All layers are filled: decide the tier once for all of them, and give the account of this rank."""
         loading, settings = self._loading(), self.settings
-        shared = bool(loading.shared_suh) and all(loading.shared_suh.values())
-        if loading.shared_suh:
-            resolution = decide(settings.asked, settings.flagged, shared, ())
-        elif settings.asked in (None, "auto"):
-            resolution = Resolution(settings.flagged, "legacy", "no_moe_layers")
-        else:
-            what = "was asked for by name, and this model has no routed experts"
-            raise TierError(f"tier {settings.asked}", what, "Ask for auto")
-        loading.plan = Plan(resolution, settings.cap, settings.row_tile)
-        DIAGNOSTICS.facts = Facts(
-            resolution=resolution,
+        facts = Facts(
             moe_layers=len(loading.shared_suh),
             shared_suh_layers=sum(loading.shared_suh.values()),
             tp_rank=get_tensor_model_parallel_rank(),
@@ -193,6 +188,25 @@ class Exl3Config(QuantizationConfig):
             rank=get_world_group().rank,
             generation=os.environ.get("EXL3_GENERATION"),
         )
+        if current_platform.is_cuda():
+            from exl3_vllm import gpu
+
+            gpu.describe(facts)
+        shared = bool(loading.shared_suh) and all(loading.shared_suh.values())
+        if loading.shared_suh:
+            # Legacy is what nothing asked for comes to, and no kernel runs it: there, nothing asked for is auto.
+            asked = settings.asked or ("auto" if current_platform.is_cuda() else None)
+            resolution = decide(asked, settings.flagged, shared, facts.symbols)
+            if current_platform.is_cuda():
+                gpu.require_runnable(resolution, settings.row_tile)
+        elif settings.asked in (None, "auto"):
+            resolution = Resolution(settings.flagged, "legacy", "no_moe_layers")
+        else:
+            what = "was asked for by name, and this model has no routed experts"
+            raise TierError(f"tier {settings.asked}", what, "Ask for auto")
+        loading.plan = Plan(resolution, settings.cap, settings.row_tile)
+        facts.resolution = resolution
+        DIAGNOSTICS.facts = facts
         report = receipt.load_report(loading, DIAGNOSTICS.facts.rank, self.demo)
         logger.info(
             "EXL3 rank %d: %d trellis matrices in %d layers, %d bytes here, rates %s, codebooks %s; tier %s (%s)",

@@ -91,6 +91,16 @@ class Window:
         self.fat_expert_slots += fat_experts
         self.max_rows = max(self.max_rows, largest)
 
+    def add_launched_call(self, tier: str, reason: str, rows: int) -> None:
+        """One prefill call of one layer was launched on a GPU. Nothing is looked at on the host, so rows are counted as
+        they were routed, and fat experts not at all."""
+        self.prefill_layer_calls += 1
+        self.grouped_calls += tier == "grouped"
+        self.calls_by_tier[tier] += 1
+        self.calls_by_reason[reason] += 1
+        self.rows_by_tier[tier] += rows
+        self.rows_expected += rows
+
 
 @dataclass
 class Diagnostics:

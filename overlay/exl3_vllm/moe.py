@@ -17,7 +17,7 @@ from exl3_vllm.diagnostics import DIAGNOSTICS
 from exl3_vllm.errors import LayoutError
 from exl3_vllm.experts import DecodedExperts, Scratch, run_experts
 from exl3_vllm.format import Checkpoint, TrellisMatrix
-from exl3_vllm.linear import DTYPES
+from exl3_vllm.linear import DTYPES, keeps_packed
 from exl3_vllm.loading import ModelLoading
 from exl3_vllm.names import ModuleNames
 from exl3_vllm.parts import MatrixPart
@@ -62,6 +62,7 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         self.matrices = matrices
         self.loading = loading
         self.parts: dict[tuple[int, str], MatrixPart] = {}
+        self.packed: Any = None
         self._refuse_unknown(layer)
 
     def _refuse_unknown(self, layer: RoutedExperts) -> None:
@@ -145,13 +146,24 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]:
             delattr(layer, name)
         local = range(self.experts)
-        gate_up = [torch.cat([self._decoded(expert, "w1"), self._decoded(expert, "w3")]) for expert in local]
-        layer.w13_weight = Parameter(torch.stack(gate_up), requires_grad=False)
-        layer.w2_weight = Parameter(torch.stack([self._decoded(e, "w2") for e in local]), requires_grad=False)
-        self.decoded = DecodedExperts(layer.w13_weight, layer.w2_weight, layer.swiglu_limit)
+        if keeps_packed(self.parts[0, "w1"]):
+            self._keep_packed(layer)
+        else:
+            gate_up = [torch.cat([self._decoded(expert, "w1"), self._decoded(expert, "w3")]) for expert in local]
+            layer.w13_weight = Parameter(torch.stack(gate_up), requires_grad=False)
+            layer.w2_weight = Parameter(torch.stack([self._decoded(e, "w2") for e in local]), requires_grad=False)
+            self.decoded = DecodedExperts(layer.w13_weight, layer.w2_weight, layer.swiglu_limit)
         self.loading.shared_suh[self.prefix] = all(self._shares_suh(expert) for expert in local)
         self.loading.filled(self.prefix, sum(part.trellis_bytes for part in self.parts.values()))
         self.parts = {}
+
+    def _keep_packed(self, layer: RoutedExperts) -> None:
+        from exl3_vllm.gpu import PackedExperts
+
+        gate, up, down = (
+            [self.parts[expert, shard].packed()[0] for expert in range(self.experts)] for shard in ("w1", "w3", "w2")
+        )
+        self.packed = PackedExperts(gate, up, down, layer.swiglu_limit)
 
     def _shares_suh(self, expert: int) -> bool:
         """Looked at, never assumed: native packs share the signs of gate's and up's scales, not the magnitudes."""
@@ -185,4 +197,6 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         local = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()].long()
         plan = self.loading.plan
         assert plan is not None, "vLLM finishes loading before it runs the model"
+        if self.packed is not None:
+            return self.packed.run(x, topk_weights, local, plan, DIAGNOSTICS)
         return run_experts(x, topk_weights, local, self.decoded, plan, SCRATCH, DIAGNOSTICS)
