@@ -9,12 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit_verbs import VERB_SECONDS, assert_empty, everything, kit, kit_argv, refusal, told
 from rig_hosts import REPOSITORY, Completed, Rig, call
+
+from exl3kit import recipes, serve
+from exl3kit.errors import ExitCode, KitError
+from exl3kit.nodes import open_nodes
 
 NODES = "node1,node2"
 QUESTIONS = json.loads((REPOSITORY / "models" / "demo-dense" / "questions.json").read_text())
@@ -158,13 +163,35 @@ def test_a_truncated_shard_is_refused_before_any_node_is_asked(ready: Rig, tmp_p
     assert_empty(ready)
 
 
-def test_a_rank_that_ends_at_once_with_0_is_a_failure_that_shows_its_last_words(ready: Rig) -> None:
-    done = kit(ready, "up", "demo-tp2", "--nodes", NODES, "--set", "serve.args=[--help]")
-    sentence = refusal(done, 7)
-    assert "ended with exit code 1" in sentence
+def test_a_rank_that_ends_at_once_with_0_is_a_failure_that_shows_its_last_words(
+    ready: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a deployment whose program ends well at once (no recipe can say that, so the plan is changed)
+    monkeypatch.setenv("EXL3KIT_SSH_CONFIG", ready.env["EXL3KIT_SSH_CONFIG"])
+    recipe = recipes.load("demo-tp2")
+    with open_nodes(NODES) as nodes:
+        ground = serve.survey(recipe, nodes)
+        planned = ground.plan(serve.new_generation())
+        ranks = tuple(replace(rank, argv=("echo", f"no server in rank {rank.rank}")) for rank in planned.ranks)
+        planned = replace(planned, ranks=ranks)
+        # When it is started and its first answer is waited for
+        with pytest.raises(KitError) as failed, serve.removed_on_failure(nodes, planned):
+            serve.prove(serve.start(ground, planned, None), recipe, deadline_s=60)
+    # Then no "started" is said
+    assert failed.value.code == ExitCode.SERVING
+    assert "ended with exit code 1" in failed.value.what
+    sentence = str(failed.value)
     assert "by itself with status 0" in sentence
-    assert "rank 0 on node1 |" in sentence
-    assert "rank 1 on node2 |" in sentence
+    for number, node in enumerate(("node1", "node2")):
+        assert f"rank {number} on {node} | no server in rank {number}" in sentence
+    assert_empty(ready)
+
+
+def test_an_argument_that_vllm_refuses_is_told_in_its_own_words(ready: Rig) -> None:
+    done = kit(ready, "up", "demo-tp2", "--nodes", NODES, "--set", "serve.args=[--max-lora-rank, three]")
+    sentence = refusal(done, 7)
+    assert "ended with exit code 2" in sentence
+    assert "argument --max-lora-rank" in sentence
     assert_empty(ready)
 
 
