@@ -67,7 +67,8 @@ def put(node: Node, image: str, folder: str, stream: Iterable[bytes]) -> None:
         host = engine.api.create_host_config(mounts=[mount(folder, INSIDE, read_only=False)])
         with helper(engine.api, image, {"command": ["true"], "host_config": host}) as container:
             try:
-                engine.api.put_archive(container, INSIDE, stream)
+                # a generator, as the library takes a list for a form; an empty chunk would end the request
+                engine.api.put_archive(container, INSIDE, (chunk for chunk in stream if chunk))
             except (APIError, RequestException, OSError) as error:
                 raise node.error(
                     f"writing to {folder} broke off",

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,27 @@ def test_down_leaves_no_container_network_or_port(ready: Rig, serving: dict[str,
     assert_empty(ready)
     assert ready.exec("node1", "ss", "-Hltn", "( sport = :8000 or sport = :18000 )").stdout == ""
     assert told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"] == []
+
+
+def test_an_open_api_asks_for_a_key_that_nothing_shows(ready: Rig, tmp_path: Path) -> None:
+    key = "sesame-0123456789abcdef"
+    (tmp_path / "key").write_text(key + "\n")
+    opened = ("--set", "serve.listen=open", "--set", f"serve.api_key_file={tmp_path / 'key'}")
+    up = kit(ready, "up", "demo", "--nodes", "node1", "--json", *opened)
+    try:
+        assert [rank["tp_size"] for rank in told(up)["ranks"]] == [1]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen("http://10.77.0.1:8000/v1/models", timeout=10)
+        request = urllib.request.Request("http://10.77.0.1:8000/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert json.load(urllib.request.urlopen(request, timeout=10))["data"][0]["id"] == "demo"
+        container = "exl3kit-demo-rank0"
+        shown = ready.docker("node1", "inspect", container).stdout + ready.docker("node1", "top", container).stdout
+        logs = ready.docker("node1", "logs", container)
+        assert key not in shown + logs.stdout + logs.stderr + up.stdout + up.stderr
+        assert ready.ssh("node1", "stat -c '%a %u' .cache/exl3kit/deployments/demo/api_key").stdout == "400 10001\n"
+    finally:
+        kit(ready, "down", "demo", "--nodes", "node1")
+    assert_empty(ready)
 
 
 # What must be refused or taken away again (these start no rank, or one that ends at once) --------------------------
