@@ -23,7 +23,7 @@ def find_quantised_heads() -> None:
     def init(self: Any, *arguments: Any, **named: Any) -> None:
         # The quantisation is the seventh positional parameter in 0.32 and 0.33; callers name it or leave it out.
         if named.get("quant_config") is None and len(arguments) < 7:
-            found = getattr(get_current_vllm_config_or_none(), "quant_config", None)
+            found: Any = getattr(get_current_vllm_config_or_none(), "quant_config", None)
             if getattr(found, "get_name", str)() == "exl3" and found.holds_matrix(named.get("prefix", "")):
                 named["quant_config"] = found
         original(self, *arguments, **named)
