@@ -107,9 +107,12 @@ def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, *, ready_s: fl
         deployment = ground.plan(new_generation())
     standing = containers.find(ground.nodes, deployment.name)
     if is_serving(standing, deployment):
-        with progress.stage("ask what already serves"):
-            answer = prove(standing, recipe, deadline_s=asking.ANSWER_SECONDS)
-            return Serving(deployment, standing, answer, proven_receipts(standing, ground), started=False)
+        try:
+            with progress.stage("ask what already serves"):
+                answer = prove(standing, recipe, deadline_s=asking.ANSWER_SECONDS)
+                return Serving(deployment, standing, answer, proven_receipts(standing, ground), started=False)
+        except KitError as silent:
+            progress.tell(f"what stands there does not serve and is started anew: {silent.what}")
     check_ports(ground, deployment)
     key = api_key(recipe)
     prepare(ground, progress)
@@ -118,6 +121,7 @@ def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, *, ready_s: fl
             containers.take_down(ground.nodes, deployment.name)
     with removed_on_failure(ground.nodes, deployment):
         with progress.stage("start the ranks"):
+            containers.take_down(ground.nodes, deployment.name)  # a network may be left of a kit that was killed
             standing = start(ground, deployment, key)
         with progress.stage("first answer") as stage:
             answer = prove(standing, recipe, deadline_s=ready_s)

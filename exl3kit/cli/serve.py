@@ -145,6 +145,7 @@ def logs(
     nodes: Nodes = "local",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ranks end; Ctrl-C detaches.")] = False,
     tail: Annotated[int, typer.Option("--tail", min=0, help="Lines of each rank to begin with.")] = 100,
+    as_json: args.JsonOption = False,
 ) -> None:
     """The logs of all ranks, merged."""
     from exl3kit import containers
@@ -153,10 +154,21 @@ def logs(
     from exl3kit.nodes import open_nodes
 
     name = deployment_name(recipe)
+    if follow and as_json:
+        raise KitError(
+            "--follow has no end, and --json prints one object at the end", next_step="leave one of them out"
+        )
     with open_nodes(nodes) as opened:
         standing = containers.find(opened, name)
         if not standing:
             raise KitError(f"no rank of {name} is there", where=nodes, next_step=f"`kit up {recipe} --nodes {nodes}`")
+        if as_json:
+            told = [
+                {"rank": one.rank, "node": one.node.name, "line": text}
+                for one, text in merged.lines(standing, tail=tail)
+            ]
+            output.emit({"deployment": name, "lines": told})
+            return
         came = merged.follow(standing, tail=tail) if follow else merged.lines(standing, tail=tail)
         try:
             for one, text in came:

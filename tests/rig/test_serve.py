@@ -114,6 +114,8 @@ def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Ri
     lines = kit(ready, "logs", "demo-tp2", "--nodes", NODES).stdout.splitlines()
     for prefix in ("rank0@node1 | ", "rank1@node2 | "):
         assert any(line.startswith(prefix) for line in lines)
+    as_json = told(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--tail", "1", "--json"))["lines"]
+    assert sorted((line["rank"], line["node"]) for line in as_json) == [(0, "node1"), (1, "node2")]
     argv = kit_argv("logs", "demo-tp2", "--nodes", NODES, "--follow", "--tail", "1")
     follow = subprocess.Popen(argv, env=ready.env, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert follow.stdout is not None
