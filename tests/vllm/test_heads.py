@@ -39,3 +39,43 @@ def test_replicated_sections_are_whole_on_every_rank() -> None:
     layer.__dict__.update(tp_rank=1, tp_size=2, output_sizes=[512, 384], replicated_shard_ids={1})
     # when / then
     assert output_ranges(layer) == [(512, 256, 512), (192, 0, 192)]
+
+
+def test_a_matrix_that_spans_several_sections_is_cut_in_each_of_them(tmp_path: Path) -> None:
+    import torch
+    from exl3_vllm.decode import dequantise
+    from exl3_vllm.format import Checkpoint
+    from exl3_vllm.linear import Exl3LinearMethod
+    from exl3_vllm.loading import ModelLoading
+    from exl3_vllm.settings import Settings
+    from exl3_vllm.synth import Shape, matrix_tensors
+    from safetensors.torch import save_file
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    # given q, k and v side by side in one matrix and z in another, as gated delta nets store them
+    generator = torch.Generator().manual_seed(4)
+    shapes = {"in_proj_qkv": Shape(128, 1024), "in_proj_z": Shape(128, 512)}
+    stored = {name: matrix_tensors(shape, 6, "mcg", False, generator) for name, shape in shapes.items()}
+    tensors = {f"{name}.{kind}": tensor for name, parts in stored.items() for kind, tensor in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    # and rank 1 of 2 of the fused layer, whose sections q, k, v, z have 256, 256, 512 and 512 outputs
+    layer = MergedColumnParallelLinear.__new__(MergedColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.__dict__.update(tp_rank=1, tp_size=2, output_sizes=[256, 256, 512, 512], input_size=128)
+    done: list[bool] = []
+    loading = ModelLoading(checkpoint, Settings(), on_complete=lambda: done.append(True))
+    method = Exl3LinearMethod("in_proj_qkvz", list(checkpoint.matrices.values()), loading)
+    loading.announce("in_proj_qkvz", checkpoint.matrices.values())
+    # when vLLM loads the matrices under a span of shard ids and a single one
+    method.create_weights(layer, 128, [128, 128, 256, 256], 128, 1536, torch.float32)
+    for name, shard in (("in_proj_qkv", (0, 1, 2)), ("in_proj_z", 3)):
+        for kind, tensor in stored[name].items():
+            parameter = getattr(layer, kind)
+            parameter.weight_loader(parameter, tensor, shard)
+    method.process_weights_after_loading(layer)
+    # then the rank holds the second half of each section
+    qkv, z = (dequantise(stored[name]["trellis"], stored[name]["suh"], stored[name]["svh"], "mcg") for name in shapes)
+    wanted = torch.cat([qkv[:, 128:256], qkv[:, 384:512], qkv[:, 768:1024], z[:, 256:512]], 1).t()
+    torch.testing.assert_close(layer.weight.data, wanted, rtol=1e-5, atol=1e-6)
+    assert done == [True]
