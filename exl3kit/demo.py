@@ -62,7 +62,7 @@ class Outcome:
 def run(node: Node, progress: Progress, *, keep: bool) -> Outcome:
     """Serve both models one after the other and ask each its questions; what was started is taken down unless `keep`.
 
-    Raises `KitError`: verification when an answer differs from the trained one or a receipt does not add up.
+    Raises `KitError` (verification) when a receipt does not add up; what the answers are worth `failure` says.
     """
     answers: list[Told] = []
     ranks: list[dict[str, Any]] = []
@@ -119,14 +119,15 @@ def on_free_port(recipe: Recipe, node: Node) -> Recipe:
     )
 
 
-def require_exact(outcome: Outcome) -> None:
-    """Raise `KitError` (verification) unless every answer is the trained one, to the letter."""
+def failure(outcome: Outcome) -> KitError | None:
+    """None when every answer is the trained one, to the letter; else the error (verification) to end with."""
     wrong = [told for told in outcome.answers if not told.exact]
-    if wrong:
-        raise KitError(
-            f"{len(wrong)} of {len(outcome.answers)} answers are not the trained ones",
-            where=f"model {wrong[0].model}",
-            why=f"{wrong[0].question!r} was answered {wrong[0].answer!r}",
-            next_step="report it with the output of `kit demo --json`: the path is broken, whatever the server says",
-            code=ExitCode.VERIFICATION,
-        )
+    if not wrong:
+        return None
+    return KitError(
+        f"{len(wrong)} of {len(outcome.answers)} answers are not the trained ones",
+        where=f"model {wrong[0].model}",
+        why=f"{wrong[0].question!r} was answered {wrong[0].answer!r}",
+        next_step="report it with the output of `kit demo --json`: the path is broken, whatever the server says",
+        code=ExitCode.VERIFICATION,
+    )

@@ -19,7 +19,7 @@ def status(nodes: Sequence[Node], deployment: str | None = None) -> list[dict[st
     """Every deployment on the nodes (or the named one), with its ranks.
 
     A deployment's `state` is `serving` when all its ranks run and are healthy, `starting` when all run, `partial` when
-    some do, else `stopped`.
+    some do, `mismatch` when they loaded different checkpoints, else `stopped`.
     """
     standing = containers.find(nodes, deployment)
     with ThreadPoolExecutor(max_workers=max(1, len(standing))) as pool:
@@ -49,6 +49,9 @@ def state(ranks: Sequence[dict[str, Any]], *, expected: int) -> str:
         return "stopped"
     if len(running) < expected or len({rank["generation"] for rank in ranks}) > 1:
         return "partial"
+    loaded = {receipt.get("fingerprint") for rank in running for receipt in rank["receipts"]}
+    if len(loaded) > 1:
+        return "mismatch"
     return "serving" if all(rank["unhealthy"] is None for rank in running) else "starting"
 
 

@@ -42,6 +42,7 @@ def demo(
         outcome = demos.run(opened, progress, keep=keep)
     show(outcome, console)
     progress.summary()
+    failure = demos.failure(outcome)
     if as_json:
         output.emit({
             "answers": [asdict(told) for told in outcome.answers],
@@ -51,8 +52,10 @@ def demo(
             "urls": outcome.urls,
             "seconds": progress.seconds,
             "wall_clock": round(progress.total_seconds, 2),
+            **(failure.as_json() if failure else {}),
         })  # fmt: skip
-    demos.require_exact(outcome)
+    if failure:
+        raise typer.Exit(output.refuse(failure, as_json=False))
 
 
 def one_host(named: str) -> Host:

@@ -112,6 +112,7 @@ def deployment_name(recipe: str) -> str:
 def status(recipe: DeploymentName = None, nodes: Nodes = "local", as_json: args.JsonOption = False) -> None:
     """What stands on the nodes: ranks, state, stamp, generation and receipts."""
     from exl3kit import status as statuses
+    from exl3kit.errors import ExitCode, KitError
     from exl3kit.nodes import open_nodes
 
     with open_nodes(nodes) as opened:
@@ -122,6 +123,14 @@ def status(recipe: DeploymentName = None, nodes: Nodes = "local", as_json: args.
         output.console().print(table(told))
     else:
         output.console().print(f"nothing of {recipe or 'the kit'} stands on {nodes}")
+    if mixed := [one["deployment"] for one in told if one["state"] == "mismatch"]:
+        error = KitError(
+            "its ranks loaded different checkpoints, so no answer of it means anything",
+            where=mixed[0],
+            next_step=f"`kit down {mixed[0]}`, then `kit up`, which compares the weights first",
+            code=ExitCode.VERIFICATION,
+        )
+        raise typer.Exit(output.refuse(error, as_json=False))
 
 
 def table(told: list[dict[str, Any]]) -> Any:

@@ -74,8 +74,11 @@ def test_receipts_that_do_not_add_up_are_refused(given: list[dict[str, Any]], pr
     assert found == problem if problem is None else problem in str(found)
 
 
-def rank(state: str = "running", unhealthy: str | None = None, generation: str = "g1") -> dict[str, Any]:
-    return {"state": state, "unhealthy": unhealthy, "generation": generation}
+def rank(
+    state: str = "running", unhealthy: str | None = None, generation: str = "g1", fingerprint: str = "f"
+) -> dict[str, Any]:
+    receipts_of_it = [{"fingerprint": fingerprint}] if state == "running" else []
+    return {"state": state, "unhealthy": unhealthy, "generation": generation, "receipts": receipts_of_it}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,7 @@ def rank(state: str = "running", unhealthy: str | None = None, generation: str =
         ([rank(), rank(unhealthy="no receipt yet")], "starting"),
         ([rank(), rank("exited", "it ended")], "partial"),
         ([rank()], "partial"),
+        ([rank(), rank(fingerprint="e")], "mismatch"),
         ([rank(), rank(generation="g2")], "partial"),
         ([rank("exited", "it ended"), rank("created", "it never ran")], "stopped"),
     ],
