@@ -123,7 +123,7 @@ def matrix_tensors(
     else:
         signs = torch.randint(0, 2, (rows,), generator=generator) * 2 - 1
         drawn = signs * (0.5 + torch.rand(rows, generator=generator))
-        parts["suh"] = suh if suh is not None else drawn.half()
+        parts["suh"] = suh.clone() if suh is not None else drawn.half()
         size = 1 / (DEVIATION[codebook] * shape.inputs**0.5)
         signs = torch.randint(0, 2, (columns,), generator=generator) * 2 - 1
         svh = (signs * (0.8 + 0.4 * torch.rand(columns, generator=generator)) * size).half()
@@ -178,11 +178,13 @@ class _ShardWriter:
         self.target = target
         self.weight_map: dict[str, str] = {}
         self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
         self.shards = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         self.pending[name] = tensor.contiguous()
-        if sum(one.nbytes for one in self.pending.values()) > SHARD_BYTES:
+        self.pending_bytes += tensor.nbytes
+        if self.pending_bytes > SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -191,7 +193,7 @@ class _ShardWriter:
         save_file(self.pending, self.target / file, metadata={"format": "pt"})
         (self.target / file).chmod(0o644)
         self.weight_map.update(dict.fromkeys(self.pending, file))
-        self.pending = {}
+        self.pending, self.pending_bytes = {}, 0
 
     def close(self) -> None:
         if self.pending:
