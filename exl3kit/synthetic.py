@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -87,14 +88,21 @@ def make(config: Mapping[str, Any], target: Path, options: Sequence[str], progre
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise KitError("is there already", where=paths.shown(target), next_step="name a folder that is new or empty")
     python = torch_python()
-    with progress.stage("write the checkpoint") as stage:
-        if python is not None:
-            stage.say(str(python))
-            _make_here(python, config, target, options)
-            where = "the environment of the vLLM tests"
-        else:
-            where = _make_in_image(config, target, options)
-        stage.conclude(f"{sum(file.stat().st_size for file in target.iterdir()) / 1e6:.1f} MB")
+    beside = target.absolute().with_name(f".{target.name}.{os.getpid()}")  # a run cut short leaves no half checkpoint
+    try:
+        with progress.stage("write the checkpoint") as stage:
+            if python is not None:
+                stage.say(str(python))
+                _make_here(python, config, beside, options)
+                where = "the environment of the vLLM tests"
+            else:
+                where = _make_in_image(config, beside, options)
+            if target.exists():
+                target.rmdir()
+            beside.rename(target)
+            stage.conclude(f"{sum(file.stat().st_size for file in target.iterdir()) / 1e6:.1f} MB")
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     return where
 
 
@@ -112,7 +120,7 @@ def _make_here(python: Path, config: Mapping[str, Any], target: Path, options: S
     with tempfile.TemporaryDirectory(prefix="kit-synth-") as folder:
         source = Path(folder) / "config.json"
         source.write_text(json.dumps(config), encoding="utf-8")
-        command = [str(python), *SYNTH, str(source), str(target.absolute()), *options]
+        command = [str(python), *SYNTH, str(source), str(target), *options]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         except OSError as error:

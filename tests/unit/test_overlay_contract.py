@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -202,6 +203,29 @@ def test_vllm_0_33_is_as_recorded_and_takes_every_patch(tmp_path: Path) -> None:
         names = [anchor.name for anchor in anchors if anchor.module == module]
         old, new = ast.parse(before[path]), ast.parse(path.read_bytes())
         assert patchset._blanked(old, names) == patchset._blanked(new, names)
+
+
+@pytest.mark.full
+def test_the_plugin_registers_under_the_patched_sources_of_0_33(tmp_path: Path) -> None:
+    """Given 0.33.0 in place of 0.32.0 before the same torch, then all that the plugin imports and wraps is there."""
+    import zipfile
+
+    from exl3kit import synthetic
+
+    python = synthetic.torch_python()
+    if python is None:
+        pytest.skip("no environment with torch here: scripts/vllm-env makes one")
+    with zipfile.ZipFile(fetched("0.33.0")) as archive:
+        archive.extractall(tmp_path, [name for name in archive.namelist() if name.endswith((".py", "METADATA"))])
+    subprocess.run([sys.executable, "-B", "-m", "patches", "apply", str(tmp_path)], cwd=paths.OVERLAY, check=True)
+    program = (
+        "import vllm, exl3_vllm; exl3_vllm.register()\n"
+        "from vllm.model_executor.layers.quantization import get_quantization_config\n"
+        "print(vllm.__version__, get_quantization_config('exl3').__module__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{paths.OVERLAY}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([str(python), "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["0.33.0 exl3_vllm.config"], done.stderr[-2000:]
 
 
 @pytest.mark.full
