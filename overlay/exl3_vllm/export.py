@@ -85,6 +85,7 @@ def _write_shards(
             number += 1
             file = f"model-{number:05d}.safetensors"
             save_file(shard, target / file, metadata={"format": "pt"})
+            (target / file).chmod(0o644)  # the library makes it 0600, and the container has a user of its own
             weight_map.update(dict.fromkeys(shard, file))
             shard = {}
     index = {"metadata": {}, "weight_map": weight_map}

@@ -19,8 +19,8 @@ CONFIG = {**COMMON, **CONFIGS["qwen3_moe"]}
 def test_a_checkpoint_in_several_shards_is_whole_and_repeatable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # given shards of at most 1 MB
-    monkeypatch.setattr(synth, "SHARD_BYTES", 1 << 20)
+    # given shards that are closed after half a megabyte
+    monkeypatch.setattr(synth, "SHARD_BYTES", 1 << 19)
     # when a model is written twice
     for folder in ("once", "twice"):
         synth.write_synthetic(CONFIG, tmp_path / folder, [4, 8], ["mcg", "mul1"], seed=3)
