@@ -37,7 +37,7 @@ template <Tile T>
 __host__ __device__ constexpr int ctas_for(int rate2, bool sm12x) {
   const bool tight = words_per_lane(rate2) > 2;
   if (T == Tile::thin) return tight || sm12x || rate2 == 2 ? 2 : TileShape<T>::ctas;  // 1 bit of 3inst is one register over 80
-  if (T == Tile::half) return tight || sm12x ? 1 : TileShape<T>::ctas;
+  if (T == Tile::half) return tight || sm12x || EXL3_MMA_REPEAT > 1 ? 1 : TileShape<T>::ctas;  // the emulation is of sm_12x
   if (T == Tile::narrow && sm12x) return 1;  // three stages of two CTAs do not fit 100 KB
   return TileShape<T>::ctas;
 }
