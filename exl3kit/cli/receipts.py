@@ -57,12 +57,15 @@ def show(found: list[dict[str, Any]], faults: list[str], console: Console) -> No
     table.add_column("")
     for receipt in found:
         table.add_column(f"rank {receipt['rank']}", overflow="fold")
+    marked = False
     for key in ROWS:
         told = [_short(receipt.get(key)) for receipt in found]
         differs = len(set(told)) > 1 and key not in ("node", "container")
+        marked |= differs
         table.add_row(f"{key} *" if differs else key, *told)
     console.print(table, markup=False)
-    console.print("* differs between the ranks", style="dim")
+    if marked:
+        console.print("* differs between the ranks", style="dim")
     for fault in faults:
         console.print(f"wrong: {fault}", markup=False, style="red")
     if not faults:

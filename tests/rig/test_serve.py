@@ -95,6 +95,21 @@ def test_ranks_run_confined(ready: Rig, serving: dict[str, Any]) -> None:
         assert (host["IpcMode"], host["ShmSize"]) == ("private", 1 << 30)
 
 
+def test_receipts_of_both_ranks_agree_and_another_tier_than_the_recipes_is_told(
+    ready: Rig, serving: dict[str, Any]
+) -> None:
+    found = told(kit(ready, "receipts", "demo-tp2", "--nodes", NODES, "--json"))
+    assert found["ok"] and [(one["rank"], one["node"]) for one in found["receipts"]] == [(0, "node1"), (1, "node2")]
+    table = kit(ready, "receipts", "demo-tp2", "--nodes", NODES).stdout
+    assert "effective_tier" in table and "2 rank(s) agree" in table
+    asked = told(kit(ready, "receipts", "demo-tp2", "--nodes", NODES, "--set", "exl3.tier=sorted", "--json"), 5)
+    assert [fault.partition(" (")[0] for fault in asked["faults"]] == [
+        f"rank {rank} on node{rank + 1} runs the tier legacy" for rank in (0, 1)
+    ]
+    alone = told(kit(ready, "receipts", "demo-tp2", "--nodes", "node1", "--json"), 5)
+    assert alone["faults"] == ["receipts of 2 ranks were expected and those of [0] came"]
+
+
 def test_status_tells_ranks_state_stamp_and_receipts(ready: Rig, serving: dict[str, Any]) -> None:
     (one,) = told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"]
     assert (one["deployment"], one["state"], one["stamp"]) == ("demo-tp2", "serving", serving["stamp"])
