@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -17,11 +18,13 @@ from typing import Any
 
 import pytest
 from kit_verbs import VERB_SECONDS, assert_empty, everything, kit, kit_argv, refusal, told
+from rich.console import Console
 from rig_hosts import REPOSITORY, Completed, Rig, call
 
 from exl3kit import recipes, serve
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.nodes import open_nodes
+from exl3kit.progress import Progress
 
 NODES = "node1,node2"
 QUESTIONS = json.loads((REPOSITORY / "models" / "demo-dense" / "questions.json").read_text())
@@ -211,6 +214,7 @@ def test_a_rank_that_ends_at_once_with_0_is_a_failure_that_shows_its_last_words(
     recipe = recipes.load("demo-tp2")
     with open_nodes(NODES) as nodes:
         ground = serve.survey(recipe, nodes)
+        serve.prepare(ground, Progress(Console(file=io.StringIO())))
         planned = ground.plan(serve.new_generation())
         ranks = tuple(replace(rank, argv=("echo", f"no server in rank {rank.rank}")) for rank in planned.ranks)
         planned = replace(planned, ranks=ranks)
