@@ -33,14 +33,17 @@ def receipts(
 
     loaded = recipes.load(recipe, sets or ())
     with open_nodes(nodes) as opened:
-        running = [one for one in containers.find(opened, loaded.name) if one.state == "running"]
+        standing = containers.find(opened, loaded.name)
+        running = [one for one in standing if one.state == "running"]
         if not running:
             next_step = f"`kit up {recipe} --nodes {nodes}`"
             raise KitError(
                 f"no rank of {loaded.name} runs", where=nodes, next_step=next_step, code=ExitCode.VERIFICATION
             )
         found = counted.collect(running)
-    faults = counted.find_faults(found, loaded)
+    idle = [one for one in standing if one.state != "running"]
+    faults = [f"the container of rank {one.rank} on {one.node.name} is {one.state}" for one in idle]
+    faults += counted.find_faults(found, loaded)
     if as_json:
         output.emit({"deployment": loaded.name, "receipts": found, "faults": faults, "ok": not faults})
     else:
