@@ -7,6 +7,7 @@ drift apart.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from docker.types import HostConfig
 
     from exl3kit.nodes import Node
+
+GONE_SECONDS = 10.0  # for a removal that is under way
 
 
 @dataclass(frozen=True)
@@ -320,13 +323,36 @@ def clear(node: Node, deployment: str, generation: str | None, grace: int) -> li
 
 
 def remove(standing: Standing, grace: int) -> None:
-    """Stop one container, killing it after `grace` seconds, and remove it; one that is already gone is fine."""
-    from docker.errors import NotFound
+    """Stop one container, killing it after `grace` seconds, and remove it; one that is already gone is fine.
+
+    Raises `KitError` (serving) when the engine refuses.
+    """
+    from docker.errors import APIError, NotFound
 
     try:
         if standing.state == "running":
             standing.container.stop(timeout=grace)
         standing.container.remove(force=True, v=True)
+    except NotFound:
+        return
+    except APIError as error:
+        if "already in progress" in str(error):  # somebody else removes it too, or the engine still does
+            wait_gone(standing)
+            return
+        raise standing.node.error(
+            f"the engine does not remove {standing.container.name}", why=str(error.explanation), code=ExitCode.SERVING
+        ) from error
+
+
+def wait_gone(standing: Standing) -> None:
+    """Wait until the container is gone, at most `GONE_SECONDS`; whether it is, the caller looks at."""
+    from docker.errors import NotFound
+
+    deadline = time.monotonic() + GONE_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            standing.container.reload()
+            time.sleep(0.2)
     except NotFound:
         return
 
