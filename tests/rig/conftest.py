@@ -7,7 +7,6 @@ only one rig at a time. When the session ends, the rig is taken down and must ha
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # for rig_lib
 
-from rig_hosts import TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, traces
+from rig_hosts import TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, room, traces
 
 
 def need_root() -> None:
@@ -27,12 +26,6 @@ def need_root() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with hosts of their own first, while the session's are not yet up."""
     items.sort(key=lambda item: "no_rig" not in getattr(item, "fixturenames", ()))
-
-
-def room() -> list[str]:
-    """Engines on memory disks where 18 GiB are free: they use 10 at most, and clearing a disk takes minutes."""
-    available = int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1]) >> 20
-    return ["--data-mb", "9000"] if available >= 18 else []
 
 
 @pytest.fixture(scope="session")

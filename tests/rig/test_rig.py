@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, traces
+from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, room, traces
 from rig_lib import host
 
 
@@ -251,8 +251,8 @@ def test_containers_are_accounted_to_their_host(rig: Rig, tiny_image: str) -> No
 
 
 def test_up_again_does_nothing_but_says_what_differs(rig: Rig) -> None:
-    assert rig_script("up").stdout.startswith("already up")
-    refused = rig_script("up", "--nat", check=False)
+    assert rig_script("up", *room()).stdout.startswith("already up")
+    refused = rig_script("up", *room(), "--nat", check=False)
     assert refused.returncode == 2
     assert "nat: False, asked for True" in refused.stderr
 
