@@ -100,3 +100,4 @@ def test_the_readmes_first_command_on_a_bare_machine(bare: Rig) -> None:
     assert_proved(again)
     assert again["stamp"] == first["stamp"]
     assert again["wall_clock"] < first["wall_clock"] / 2
+    print(f"cold {first['wall_clock']:.0f} s, again {again['wall_clock']:.0f} s")
