@@ -6,11 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from .plan import BRIDGE, GATEWAY, NETWORK, PREFIX, Node
+from .plan import BRIDGE, GATEWAY, NETWORK, NUMBER, PREFIX, Node
 from .shell import run
 from .template import any_operator_template
 
-CHAIN = "EXL3KIT-RIG"
+CHAIN = f"EXL3KIT-RIG-{NUMBER}"
 NAMESPACES = Path("/run/netns")
 PARENTS = {"filter": "FORWARD", "nat": "POSTROUTING"}
 

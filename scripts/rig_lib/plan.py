@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PREFIX = "exl3rig"  # of every namespace, interface and control group that a rig makes; `down` finds them by it
-BRIDGE = f"{PREFIX}0"
-NETWORK = "10.77.0.0/24"
-GATEWAY = "10.77.0.254"
+NUMBER = int(os.environ.get("EXL3KIT_RIG") or 0)  # rigs of different numbers stand side by side
+PREFIX = f"exl3rig{NUMBER}"  # of every namespace, interface and control group that a rig makes; `down` finds them by it
+BRIDGE = f"{PREFIX}br"
+SUBNET = f"10.77.{NUMBER}"
+NETWORK = f"{SUBNET}.0/24"
+GATEWAY = f"{SUBNET}.254"
+OWN_FOLDER = f"exl3kit-rig-{NUMBER}" if NUMBER else "exl3kit-rig"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Node:
 
     @property
     def address(self) -> str:
-        return f"10.77.0.{self.index}"
+        return f"{SUBNET}.{self.index}"
 
     @property
     def namespace(self) -> str:
@@ -31,7 +34,7 @@ class Node:
     @property
     def veth(self) -> str:
         """The bridge's end of the node's network cable; the node's end is called eth0."""
-        return f"{PREFIX}{self.index}"
+        return f"{PREFIX}n{self.index}"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Options:
 
 
 def default_state_dir() -> Path:
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/run") / "exl3kit-rig"
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/run") / OWN_FOLDER
 
 
 def cache_dir() -> Path:

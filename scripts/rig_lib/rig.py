@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cgroups, host, network, node
-from .plan import GATEWAY, NETWORK, Node, Options, State, cache_dir
+from .plan import GATEWAY, NETWORK, OWN_FOLDER, Node, Options, State, cache_dir
 from .shell import USAGE, RigError, run
 from .template import Template, cache_lock, operator_template
 
@@ -143,7 +143,7 @@ def _remove_disks(disks: Path) -> None:
 
 
 def default_disk_dir() -> Path:
-    return cache_dir() / "disks"
+    return cache_dir() / "disks" / OWN_FOLDER
 
 
 def status(state: State) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from rig_hosts import REPOSITORY, Rig, call
+from rig_lib.plan import SUBNET
 
 from exl3kit import nodes
 from exl3kit.errors import ExitCode, KitError
@@ -80,7 +81,7 @@ def test_two_nodes_with_engine_address_and_commands(rig: Rig) -> None:
         # one ssh per node, however many calls
         assert len(ssh_processes()) == 2
     # then
-    assert [node.address for node in opened] == ["10.77.0.1", "10.77.0.2"]
+    assert [node.address for node in opened] == [f"{SUBNET}.1", f"{SUBNET}.2"]
     assert names == ["node1", "node2"] and said == ["a b|$HOME|it's|"] * 2
     assert (failed.returncode, failed.stderr) == (3, "no\n") and echoed == "through"
     assert all(count > 0 for count in free)
@@ -102,7 +103,7 @@ def test_a_command_has_a_deadline(rig: Rig) -> None:
 
 
 def test_a_port_in_the_ssh_configuration_is_used(rig: Rig, ssh_config: Callable[[str], None]) -> None:
-    ssh_config("Host elsewhere\n  HostName 10.77.0.1\n  Port 2299")
+    ssh_config(f"Host elsewhere\n  HostName {SUBNET}.1\n  Port 2299")
     error = refusal("elsewhere")
     assert "nothing answers ssh there" in error.what and "port 2299: Connection refused" in str(error.why)
 
@@ -129,7 +130,7 @@ def test_a_changed_host_key(rig: Rig, ssh_config: Callable[[str], None], tmp_pat
     # given a known_hosts with another key for the node
     call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other")
     key = " ".join((tmp_path / "other.pub").read_text().split()[:2])
-    (tmp_path / "known").write_text(f"node1,10.77.0.1 {key}\n")
+    (tmp_path / "known").write_text(f"node1,{SUBNET}.1 {key}\n")
     ssh_config(f"Host *\n  UserKnownHostsFile {tmp_path}/known\n  StrictHostKeyChecking yes\n  HostKeyAlias node1")
     error = refusal("node1")
     assert "not the one ssh remembers" in error.what and "ssh-keygen -R node1" in str(error.next_step)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, room, traces
 from rig_lib import host
+from rig_lib.plan import BRIDGE, PREFIX
 
 
 def containers(rig: Rig, node: str) -> list[str]:
@@ -95,7 +96,7 @@ def test_down_leaves_nothing(no_rig: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "milestone", ["/sys/class/net/exl3rig0", "/run/netns/exl3rig-node1", "/run/netns/exl3rig-node2"]
+    "milestone", [f"/sys/class/net/{BRIDGE}", f"/run/netns/{PREFIX}-node1", f"/run/netns/{PREFIX}-node2"]
 )
 def test_down_after_up_was_killed_half_way(no_rig: None, milestone: str) -> None:
     # given an `up` that was killed as soon as it had made this

@@ -20,6 +20,7 @@ import pytest
 from kit_verbs import VERB_SECONDS, assert_empty, everything, kit, kit_argv, refusal, told
 from rich.console import Console
 from rig_hosts import REPOSITORY, Completed, Rig, call
+from rig_lib.plan import SUBNET
 
 from exl3kit import recipes, serve
 from exl3kit.errors import ExitCode, KitError
@@ -85,7 +86,7 @@ def test_every_answer_is_the_trained_one(ready: Rig, serving: dict[str, Any]) ->
 def test_the_api_listens_on_the_heads_loopback_alone(ready: Rig, serving: dict[str, Any]) -> None:
     assert "127.0.0.1:8000" in ready.exec("node1", "ss", "-Hltn", "sport = :8000").stdout
     with pytest.raises(AssertionError, match="Connection refused"):
-        ask(ready, "2+2=", address="10.77.0.1")
+        ask(ready, "2+2=", address=f"{SUBNET}.1")
 
 
 def test_ranks_run_confined(ready: Rig, serving: dict[str, Any]) -> None:
@@ -160,9 +161,10 @@ def test_an_open_api_asks_for_a_key_that_nothing_shows(ready: Rig, tmp_path: Pat
     up = kit(ready, "up", "demo", "--nodes", "node1", "--json", *opened)
     try:
         assert [rank["tp_size"] for rank in told(up)["ranks"]] == [1]
+        models = f"http://{SUBNET}.1:8000/v1/models"
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen("http://10.77.0.1:8000/v1/models", timeout=10)
-        request = urllib.request.Request("http://10.77.0.1:8000/v1/models", headers={"Authorization": f"Bearer {key}"})
+            urllib.request.urlopen(models, timeout=10)
+        request = urllib.request.Request(models, headers={"Authorization": f"Bearer {key}"})
         assert json.load(urllib.request.urlopen(request, timeout=10))["data"][0]["id"] == "demo"
         container = "exl3kit-demo-rank0"
         shown = ready.docker("node1", "inspect", container).stdout + ready.docker("node1", "top", container).stdout
