@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from exl3kit.cli import build, demo, lock, models, output, overlay, receipts, recipe, serve, verify
+from exl3kit.cli import bench, build, demo, lock, models, output, overlay, receipts, recipe, serve, verify
 from exl3kit.errors import ExitCode, KitError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.add_typer(recipe.app, name="recipe")
 app.add_typer(verify.app, name="verify")
 app.add_typer(overlay.app, name="overlay")
 app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
 for verb in (serve.up, serve.down, serve.status, serve.logs, serve.render, receipts.receipts, demo.demo):
     app.command(verb.__name__)(verb)
 
