@@ -29,12 +29,19 @@ class Runner(Protocol):
     ) -> subprocess.CompletedProcess[str]: ...
 
 
+class Spawner(Protocol):
+    """How a program is started on a node that runs until its stdin closes; stdin and stdout are pipes."""
+
+    def __call__(self, argv: Sequence[str]) -> subprocess.Popen[bytes]: ...
+
+
 @dataclass(frozen=True)
 class Node:
     """One opened machine.
 
     `engine` answers within 60 s or raises; `engine_url` is its socket here, for programs such as buildx and compose;
-    `address` is where other nodes reach it (None for `local`, unless a cluster file says); `run` runs a command on it.
+    `address` is where other nodes reach it (None for `local`, unless a cluster file says); `run` runs a command on it,
+    and `spawn` starts one that lives as long as its stdin is open.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Node:
     address: str | None
     is_local: bool
     run: Runner
+    spawn: Spawner
 
     @contextmanager
     def patient_engine(self, seconds: float) -> Iterator[DockerClient]:
@@ -80,12 +88,14 @@ class Node:
 
 
 @contextmanager
-def open_nodes(named: str | Sequence[Host]) -> Iterator[list[Node]]:
+def open_nodes(named: str | Sequence[Host], *, missing: dict[str, KitError] | None = None) -> Iterator[list[Node]]:
     """Open every node at the same time; close all of them at the end, however it ends.
 
     Parameters
     ----------
     named: the text of `--nodes` (`a,b`, a cluster file, `local`), or hosts already read from it.
+    missing: gets the error of every node that cannot be opened, by its name, and the others are given; without it, all
+        must open.
 
     Raises `KitError` (exit 6) that names every node which could not be opened, within 8 s for a dead one.
     """
@@ -94,18 +104,20 @@ def open_nodes(named: str | Sequence[Host]) -> Iterator[list[Node]]:
         folder = Path(tempfile.mkdtemp(prefix="kit-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         openings = _open_all(listed, folder)
-        failures: list[KitError] = []
+        failures: dict[str, KitError] = {}
         nodes: list[Node] = []
-        for opening in openings:
+        for host, opening in zip(listed, openings, strict=True):
             try:
                 node, closing = opening.result()
             except KitError as error:
-                failures.append(error)
+                failures[host.name] = error
             else:
                 stack.push(closing)
                 nodes.append(node)
-        if failures:
-            raise _together(failures)
+        if missing is not None:
+            missing.update(failures)
+        elif failures:
+            raise _together(list(failures.values()))
         with _lost_nodes_named(nodes):
             yield nodes
 
@@ -167,7 +179,7 @@ def _open(host: Host, folder: Path) -> tuple[Node, ExitStack]:
         if host.is_local:
             client, url = engines.open_local()
             stack.callback(client.close)
-            node = Node(host.name, client, url, host.address, True, _run_here)
+            node = Node(host.name, client, url, host.address, True, _run_here, _spawn_here)
         else:
             node = _open_remote(host, folder, stack)
         return node, stack.pop_all()
@@ -177,6 +189,10 @@ def _run_here(
     argv: Sequence[str], *, input: str | None = None, timeout: float = ssh.COMMAND_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     return ssh.finish("local", argv, argv[0], input=input, timeout=timeout)
+
+
+def _spawn_here(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    return ssh.start(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def _open_remote(host: Host, folder: Path, stack: ExitStack) -> Node:
@@ -196,7 +212,9 @@ def _open_remote(host: Host, folder: Path, stack: ExitStack) -> Node:
         # The engine is fine, so sshd refuses to forward sockets (AllowStreamLocalForwarding no).
         client = _connect_bridged(connection, host, socket)
     stack.callback(client.close)
-    return Node(host.name, client, url, host.address or connection.server_address, False, connection.run)
+    return Node(
+        host.name, client, url, host.address or connection.server_address, False, connection.run, connection.spawn
+    )
 
 
 def _connect_bridged(connection: ssh.Connection, host: Host, socket: Path) -> DockerClient:

@@ -25,7 +25,9 @@ from exl3kit.errors import ExitCode, KitError
 CONNECT_SECONDS = 5  # for the TCP connection; a dead link is named after this
 OPEN_SECONDS = 7.0  # for the whole way to a shell, also through a jump host that has no ConnectTimeout of its own
 COMMAND_SECONDS = 30.0
-SHARED_SESSIONS = 7  # sshd's MaxSessions allows ten in one connection; one keeps it open, two are for commands
+SHARED_SESSIONS = (
+    6  # sshd's MaxSessions allows ten in one connection; one keeps it open, one the lock, two for commands
+)
 READY = "exl3kit-ready"
 
 
@@ -213,6 +215,12 @@ class Connection:
             raise explain(self.name, self.destination, self.said or done.stderr)
         return done
 
+    def spawn(self, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a command on the node that runs until its stdin closes; stdin and stdout are pipes."""
+        full = command_argv(self.destination, argv, control=self.control)
+        with self.log.open("ab") as log:
+            return start(full, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+
     def forward(self, here: Path, there: str) -> None:
         """Let the local socket `here` lead to the node's socket `there`."""
         argv = forward_argv(self.destination, control=self.control, here=here, there=there)
@@ -270,7 +278,7 @@ class Bridge:
 
 
 def start(argv: Sequence[str], *, stdin: int, stdout: int,
-          stderr: IO[bytes]) -> subprocess.Popen[bytes]:  # fmt: skip
+          stderr: IO[bytes] | int) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a program in a session of its own, so that Ctrl-C reaches the kit alone and it can still clean up."""
     environment = {**os.environ, "LC_ALL": "C"}
     return subprocess.Popen(
