@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from exl3kit import fabric
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
+    from exl3kit.probe import Probe
     from exl3kit.recipe import Recipe
 
 LABEL = "io.exl3kit."
@@ -37,6 +39,7 @@ class NodeFacts:
     cache: str  # the kit's folder on the node
     uid: int
     gid: int
+    probe: Probe | None = None  # all that was read of the node
 
 
 @dataclass(frozen=True)
@@ -277,10 +280,25 @@ def environment(
             env["VLLM_CPU_OMP_THREADS_BIND"] = binding
     if not bridge:
         env["VLLM_HOST_IP"] = here.address
+        env |= network(recipe, rank, placement, facts)
         if here.own_name[:1] != (here.address,) and here.interface is not None:
             # Gloo binds to what the host name resolves to, often 127.0.1.1, and its peers cannot connect to that.
             env["GLOO_SOCKET_IFNAME"] = here.interface
     return env | recipe.serve.env
+
+
+def network(recipe: Recipe, rank: int, placement: Sequence[str], facts: Mapping[str, NodeFacts]) -> dict[str, str]:
+    """What a rank's NCCL and Gloo are told of the fabric, from the facts alone; nothing for ranks that use no NCCL."""
+    if recipe.image.on_cpu:
+        return {}
+    of_ranks = [facts[node] for node in placement]
+    found = fabric.environment(
+        [one.probe for one in of_ranks],
+        [one.address for one in of_ranks],
+        rank,
+        rdma=recipe.fabric.require == "rdma",
+    )
+    return found | {"NCCL_DEBUG_FILE": f"{RUN_DIR}/{fabric.LOG_FILE}"} if found else {}
 
 
 def identity(recipe: Recipe, rank: int, stamp: str, generation: str, *, key: bool) -> dict[str, str]:

@@ -16,10 +16,16 @@ _QUERY = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: the driver's name for it and its compute capability, such as ("NVIDIA GB10", "12.1")."""
+    """One GPU: the driver's name for it and its compute capability, such as ("NVIDIA GB10", "12.1").
+
+    Its memory is in bytes, and None where the GPU has none of its own, as a GB10.
+    """
 
     name: str
     capability: str
+    driver: str = ""
+    memory_total: int | None = None
+    memory_free: int | None = None
 
 
 def ask(node: Node) -> list[Gpu]:
@@ -41,6 +47,20 @@ def parse(answer: str) -> list[Gpu]:
     """GPUs from nvidia-smi's lines; one that has no compute capability (`[N/A]`) is left out."""
     pairs = [line.rpartition(",") for line in answer.splitlines()]
     return [Gpu(name.strip(), number.strip()) for name, _, number in pairs if number.strip()[:1].isdigit()]
+
+
+def parse_memory(answer: str) -> list[Gpu]:
+    """GPUs from lines of name, capability, driver, and total and free memory in MiB (`[N/A]` where it has none)."""
+    found = []
+    for line in answer.splitlines():
+        name, capability, driver, total, free = (word.strip() for word in line.rsplit(",", 4))
+        if capability[:1].isdigit():
+            found.append(Gpu(name, capability, driver, _mebibytes(total), _mebibytes(free)))
+    return found
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdecimal() else None
 
 
 def unserved(gpus: Sequence[Gpu], report: Mapping[str, Any]) -> list[str]:

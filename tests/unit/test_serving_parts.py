@@ -7,33 +7,48 @@ from typing import Any
 import pytest
 
 from exl3kit import facts, ports, receipts, serve, status
+from exl3kit.probe import Engine
 
 ANSWER = """machine 1b2c
+kernel 6.14.0-1015-nvidia
 cpus 0-2,5
 uid 1000
 gid 1001
 cache /home/op/.cache/exl3kit
+hub /home/op/.cache/huggingface/hub
 own_name 127.0.1.1
+meminfo MemTotal:       1000 kB
+meminfo MemFree:         100 kB
+meminfo MemAvailable:    900 kB
+meminfo Cached:          700 kB
+meminfo SwapTotal:         0 kB
+meminfo SwapFree:          0 kB
+link lo 65536 carrier:1 speed: wired
+link enp1s0f0np0 9000 carrier:1 speed:200000 wired
+clock 1767225600.5
 interface lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever
 interface enp1s0f0np0    inet 10.0.0.1/24 brd 10.0.0.255 scope global enp1s0f0np0\\       valid_lft forever
 """
 
 
+ENGINE = Engine("E", "28.3.3", "/var/lib/docker", ("nvidia", "runc"), True)
+
+
 def test_facts_are_read_from_the_answer_of_a_node() -> None:
-    node = facts.parse("spark1", "10.0.0.1", ANSWER, engine="E")
+    node = facts.parse("spark1", "10.0.0.1", ANSWER, ENGINE)
     assert (node.interface, node.own_name, node.cpus) == ("enp1s0f0np0", ("127.0.1.1",), (0, 1, 2, 5))
     assert (node.uid, node.gid, node.cache) == (1000, 1001, "/home/op/.cache/exl3kit")
 
 
 def test_an_address_that_no_interface_has_is_not_guessed() -> None:
-    assert facts.parse("spark1", "192.0.2.1", ANSWER, engine="E").interface is None
+    assert facts.parse("spark1", "192.0.2.1", ANSWER, ENGINE).interface is None
 
 
 def test_a_missing_fact_is_an_error_and_no_default() -> None:
     with pytest.raises(KeyError):
-        facts.parse("spark1", "10.0.0.1", ANSWER.replace("cpus", "cores"), engine="E")
+        facts.parse("spark1", "10.0.0.1", ANSWER.replace("cpus", "cores"), ENGINE)
     with pytest.raises(ValueError, match="invalid literal"):
-        facts.parse("spark1", "10.0.0.1", ANSWER.replace("0-2,5", ""), engine="E")
+        facts.parse("spark1", "10.0.0.1", ANSWER.replace("0-2,5", ""), ENGINE)
 
 
 PROC = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid
