@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from exl3kit import engine as engines
 from exl3kit import ssh
-from exl3kit.cluster import Host, hosts
+from exl3kit.cluster import ENGINE_SOCKET, Host, hosts
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Node:
     is_local: bool
     run: Runner
     spawn: Spawner
+    engine_socket: str = ENGINE_SOCKET  # on the node itself
 
     @contextmanager
     def patient_engine(self, seconds: float) -> Iterator[DockerClient]:
@@ -179,7 +180,7 @@ def _open(host: Host, folder: Path) -> tuple[Node, ExitStack]:
         if host.is_local:
             client, url = engines.open_local()
             stack.callback(client.close)
-            node = Node(host.name, client, url, host.address, True, _run_here, _spawn_here)
+            node = Node(host.name, client, url, host.address, True, _run_here, _spawn_here, url.removeprefix("unix://"))
         else:
             node = _open_remote(host, folder, stack)
         return node, stack.pop_all()
@@ -212,9 +213,8 @@ def _open_remote(host: Host, folder: Path, stack: ExitStack) -> Node:
         # The engine is fine, so sshd refuses to forward sockets (AllowStreamLocalForwarding no).
         client = _connect_bridged(connection, host, socket)
     stack.callback(client.close)
-    return Node(
-        host.name, client, url, host.address or connection.server_address, False, connection.run, connection.spawn
-    )
+    address = host.address or connection.server_address
+    return Node(host.name, client, url, address, False, connection.run, connection.spawn, host.engine)
 
 
 def _connect_bridged(connection: ssh.Connection, host: Host, socket: Path) -> DockerClient:
