@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from exl3kit.cli import bench, build, demo, lock, models, output, overlay, receipts, recipe, serve, verify
+from exl3kit.cli import bench, build, demo, doctor, lock, models, output, overlay, receipts, recipe, serve, verify
 from exl3kit.errors import ExitCode, KitError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command("build")(build.build)
 app.command("lock")(lock.lock)
+app.command("doctor")(doctor.doctor)
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(verify.app, name="verify")
 app.add_typer(overlay.app, name="overlay")

@@ -1,0 +1,82 @@
+"""`kit doctor`: parse, call, print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from exl3kit.cli import args, output
+
+if TYPE_CHECKING:
+    from exl3kit.doctor import Report
+
+COLOURS = {"ok": "green", "warn": "yellow", "refuse": "red"}
+
+
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="Also check what this recipe needs of the nodes.")
+    ] = None,
+    nodes: Annotated[
+        str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")
+    ] = "local",
+    sets: args.SetOption = None,
+    no_bandwidth: Annotated[
+        bool, typer.Option("--no-bandwidth", help="Send nothing between the nodes (else half a second each way).")
+    ] = False,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Look at nodes and say what speaks against serving on them, with the fix; changes nothing. Exit 3 if refused."""
+    from exl3kit import doctor as doctors
+    from exl3kit import recipes
+    from exl3kit.errors import ExitCode, KitError
+    from exl3kit.nodes import open_nodes
+
+    loaded = recipes.load(recipe, sets or ()) if recipe else None
+    missing: dict[str, KitError] = {}
+    with open_nodes(nodes, missing=missing) as opened:
+        report = doctors.examine(opened, list(missing.values()), loaded, bandwidth=not no_bandwidth)
+    if as_json:
+        output.emit(fields(report))
+    else:
+        show(report)
+    if missing and not opened:
+        raise typer.Exit(int(ExitCode.UNREACHABLE))
+    if report.refused:
+        raise typer.Exit(int(ExitCode.PREFLIGHT))
+
+
+def fields(report: Report) -> dict[str, Any]:
+    """The report as one JSON object."""
+    found = [
+        {"node": one.node, "check": one.check, "level": one.level, "says": one.says, "fix": one.fix}
+        for one in report.findings
+    ]
+    environment = {
+        rank: [
+            {"name": one.name, "value": one.value, "source": one.source, "instead_of": one.instead_of} for one in told
+        ]
+        for rank, told in report.settings.items()
+    }
+    return {"ok": not report.refused, "findings": found, "environment": environment}
+
+
+def show(report: Report) -> None:
+    """The report as tables: findings by node, then what each rank's network is told."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = output.console()
+    table = Table(box=None, pad_edge=False)
+    for column in ("node", "check", "", "found"):
+        table.add_column(column, no_wrap=column != "found")
+    for one in report.findings:
+        fix = f"\n[dim]next:[/] {escape(one.fix)}" if one.fix and one.level != "ok" else ""
+        mark = f"[{COLOURS[one.level]}]{one.level}[/]"
+        table.add_row(escape(one.node), one.check, mark, escape(one.says) + fix)
+    console.print(table)
+    for rank, told in report.settings.items():
+        for setting in told:
+            instead = f", the facts say {setting.instead_of}" if setting.instead_of else ""
+            console.print(escape(f"{rank}: {setting.name}={setting.value} ({setting.source}{instead})"))
