@@ -9,6 +9,8 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from exl3kit.doctor import Report
 
 COLOURS = {"ok": "green", "warn": "yellow", "refuse": "red"}
@@ -23,11 +25,11 @@ def doctor(
     ] = "local",
     sets: args.SetOption = None,
     no_bandwidth: Annotated[
-        bool, typer.Option("--no-bandwidth", help="Send nothing between the nodes (else half a second each way).")
+        bool, typer.Option("--no-bandwidth", help="Send nothing between the nodes (else for a second each way).")
     ] = False,
     as_json: args.JsonOption = False,
 ) -> None:
-    """Look at nodes and say what speaks against serving on them, with the fix; changes nothing. Exit 3 if refused."""
+    """Look at nodes and say what speaks against serving on them, with the fix; changes nothing. Exit 3 when refused."""
     from exl3kit import doctor as doctors
     from exl3kit import recipes
     from exl3kit.errors import ExitCode, KitError
@@ -41,7 +43,7 @@ def doctor(
         output.emit(fields(report))
     else:
         show(report)
-    if missing and not opened:
+    if missing:
         raise typer.Exit(int(ExitCode.UNREACHABLE))
     if report.refused:
         raise typer.Exit(int(ExitCode.PREFLIGHT))
@@ -63,20 +65,32 @@ def fields(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report) -> None:
-    """The report as tables: findings by node, then what each rank's network is told."""
+    """The report: findings by node, as a table for a terminal and as plain lines else; then each rank's network."""
     from rich.markup import escape
-    from rich.table import Table
 
     console = output.console()
-    table = Table(box=None, pad_edge=False)
-    for column in ("node", "check", "", "found"):
-        table.add_column(column, no_wrap=column != "found")
-    for one in report.findings:
-        fix = f"\n[dim]next:[/] {escape(one.fix)}" if one.fix and one.level != "ok" else ""
-        mark = f"[{COLOURS[one.level]}]{one.level}[/]"
-        table.add_row(escape(one.node), one.check, mark, escape(one.says) + fix)
-    console.print(table)
+    if console.is_terminal:
+        console.print(table(report))
+    else:
+        for one in report.findings:
+            fix = f"; next: {one.fix}" if one.fix and one.level != "ok" else ""
+            console.print(escape(f"{one.level:<6} {one.node}: {one.check}: {one.says}{fix}"))
     for rank, told in report.settings.items():
         for setting in told:
             instead = f", the facts say {setting.instead_of}" if setting.instead_of else ""
             console.print(escape(f"{rank}: {setting.name}={setting.value} ({setting.source}{instead})"))
+
+
+def table(report: Report) -> Table:
+    """The findings as a table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False)
+    for column in ("node", "check", "", "found"):
+        shown.add_column(column, no_wrap=column != "found")
+    for one in report.findings:
+        fix = f"\n[dim]next:[/] {escape(one.fix)}" if one.fix and one.level != "ok" else ""
+        mark = f"[{COLOURS[one.level]}]{one.level}[/]"
+        shown.add_row(escape(one.node), one.check, mark, escape(one.says) + fix)
+    return shown
