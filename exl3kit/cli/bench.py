@@ -2,11 +2,152 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from exl3kit.cli import args, output
+from exl3kit.cli.serve import stoppable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from exl3kit.bench.campaign import Outcome
+    from exl3kit.bench.plans import Step
+    from exl3kit.bench.targets import Target
+
 app = typer.Typer(help="Measure what is served, and refuse figures that mean nothing.", no_args_is_help=True)
+
+RecipeOption = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe that is up, on --nodes.")]
+Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
+Url = Annotated[str | None, typer.Option("--url", help="Measure this server, from here, in place of a recipe.")]
+KeyFile = Annotated[str | None, typer.Option("--key-file", help="File with the API key of --url.")]
+Out = Annotated[Path | None, typer.Option("--out", help="New folder for the receipts; else bench/TIME-VERB.")]
+Count = Annotated[int, typer.Option("--count", min=1, help="Observations of each rung; fewer than 5 are not valid.")]
+MaxCv = Annotated[float, typer.Option("--max-cv", min=0, help="Largest coefficient of variation within a boot.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Accept fewer than 5 observations: for trying, not for figures.")]
+
+LEAST = 5  # as in `exl3kit.bench.plans`, which is not imported before a verb runs
 
 
 @app.callback()
 def bench() -> None:
     """Measure what is served, and refuse figures that mean nothing."""
+
+
+def folder(out: Path | None, verb: str) -> Path:
+    """The folder for the receipts of a campaign that begins now."""
+    return out or Path("bench") / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{verb}"
+
+
+def numbers(text: str | None, option: str) -> list[int]:
+    """`8192,16384` as numbers; 8K is 8192."""
+    from exl3kit.errors import KitError
+
+    try:
+        words = [word.strip().upper() for word in (text or "").split(",") if word.strip()]
+        return [int(word[:-1]) * 1024 if word.endswith("K") else int(word) for word in words]
+    except ValueError as error:
+        raise KitError(
+            f"{text!r} is no list of numbers", where=option, next_step=f"such as {option} 8K,65536"
+        ) from error
+
+
+@app.command("prefill")
+def prefill(
+    recipe: RecipeOption = None,
+    nodes: Nodes = "local",
+    sets: args.SetOption = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
+    count: Count = LEAST,
+    max_cv: MaxCv = 0.15,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Cold prefill over a ladder of prompt lengths; a row counts only when no token of it came from a cache."""
+
+    from exl3kit.bench import campaign
+
+    with _target(recipe, sets, nodes, url, key_file) as target:
+        steps = campaign.prefill(target, numbers(rungs, "--rungs"), count, 1 if quick else LEAST)
+        _measure("prefill", target, steps, folder(out, "prefill"), max_cv, as_json)
+
+
+@app.command("decode")
+def decode(
+    recipe: RecipeOption = None,
+    nodes: Nodes = "local",
+    sets: args.SetOption = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+    count: Count = LEAST,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 400,
+    streams: Annotated[str, typer.Option("--streams", help="Answers at once; those that would queue are left out.")] = (
+        "1,4,8"
+    ),
+    max_cv: MaxCv = 0.15,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Decode: structured and prose answers one at a time, then several at once; acceptance length when speculative."""
+
+    from exl3kit.bench import campaign
+
+    with _target(recipe, sets, nodes, url, key_file) as target:
+        steps = campaign.decode(target, count, tokens, numbers(streams, "--streams"), 1 if quick else LEAST)
+        _measure("decode", target, steps, folder(out, "decode"), max_cv, as_json)
+
+
+@contextmanager
+def _target(
+    recipe: str | None, sets: list[str] | None, nodes: str, url: str | None, key_file: str | None
+) -> Iterator[Target]:
+    """What the options name, while the verb may be stopped."""
+    from exl3kit.bench import targets
+
+    with stoppable(), targets.opened(recipe, sets or (), nodes, url, key_file) as target:
+        yield target
+
+
+def _measure(verb: str, target: Target, steps: Sequence[Step], where: Path, max_cv: float, as_json: bool) -> None:
+    """Carry a plan out on one boot, show what came of it, and leave with 8 when it proves nothing."""
+    from exl3kit.bench import campaign, targets
+    from exl3kit.bench.records import Recorder
+    from exl3kit.progress import Progress
+
+    console = output.console(as_json=as_json)
+    recorder = Recorder(where)
+    recorder.begin(verb, {**targets.described(target, target.recipe), "max_cv": max_cv})
+    outcome = campaign.run(target, steps, recorder, Progress(console), max_cv=max_cv)
+    if as_json:
+        output.emit(outcome.as_json())
+    else:
+        show(outcome, console)
+    if error := campaign.refusal(outcome, target.place.name):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """One line per rung, then what is wrong."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "n", "tokens/s", "slowest", "fastest", "CV", "TTFT", "of it client", "acceptance"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in outcome.rows:
+        accepted = f"{row.acceptance:.2f}" if row.acceptance else "-"
+        rates = (f"{rate:,.0f}" for rate in (row.rate, row.low, row.high))
+        cost = f"{row.overhead / row.ttft:.1%}"
+        table.add_row(row.name, str(row.count), *rates, f"{row.cv:.1%}", f"{row.ttft * 1e3:,.1f} ms", cost, accepted)
+    console.print(table, markup=False)
+    for fault in outcome.faults:
+        console.print(f"invalid: {fault}", markup=False, style="red")
+    console.print(f"receipts: {outcome.folder}", markup=False)
