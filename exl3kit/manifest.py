@@ -3,7 +3,8 @@
 Standard library only, and free of the rest of the kit: the kit sends this very file to the nodes and runs it in the
 image, as the user and through the mount that the rank will have, so what is checked is what vLLM is going to read.
 
-    python3 -I -c "$(cat manifest.py)" DIRECTORY      prints {"files": {name: {size, digest}}, "problems": [...], ...}
+    python3 -I -c "$(cat manifest.py)" DIRECTORY [--full]
+prints {"files": {name: {size, digest}}, "problems": [...], ...}
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ WHOLE = 64 << 20
 SAMPLES = 16
 SAMPLE = 64 << 10
 LONGEST_HEADER = 100 << 20  # safetensors' own limit
+SLICE = 32768  # columns of a matrix that are decoded at once
+# Held whole by each tensor rank: norms and scales are told by having one dimension, these by their name.
+WHOLE_ON_A_RANK = re.compile(
+    r"\.(q_a_proj|kv_a_proj\w*|fused_qkv_a_proj|gate|router|e_score_correction_bias|indexer\.\w+)\."
+)
 NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -66,12 +72,12 @@ def header(path: Path) -> dict[str, Any]:
     return {name: entry for name, entry in tensors.items() if name != "__metadata__"}
 
 
-def digest(path: Path) -> str:
-    """sha256 of the file; above `WHOLE` bytes, of its size, first MiB and `SAMPLES` samples spread evenly."""
+def digest(path: Path, *, full: bool = False) -> str:
+    """sha256 of the file; above `WHOLE` bytes and unless `full`, of its size, first MiB and `SAMPLES` even samples."""
     size = path.stat().st_size
     summed = hashlib.sha256()
     with path.open("rb") as file:
-        if size <= WHOLE:
+        if full or size <= WHOLE:
             while block := file.read(1 << 20):
                 summed.update(block)
             return summed.hexdigest()
@@ -108,21 +114,37 @@ def number_problems(shards: Mapping[str, set[str]]) -> Iterator[str]:
             return
 
 
-def survey(directory: Path) -> dict[str, Any]:
-    """Files, problems, and what the headers say about the trellis tensors.
+def measure(tensors: Mapping[str, Any], sizes: dict[str, int]) -> None:
+    """Add a shard's tensors to the sizes that memory is planned with (`exl3kit.admission.Sizes`)."""
+    for name, entry in tensors.items():
+        begin, end = entry["data_offsets"]
+        shape = [int(number) for number in entry["shape"]]
+        whole = WHOLE_ON_A_RANK.search(name) or (len(shape) < 2 and not name.endswith((".suh", ".svh")))
+        sizes["whole" if whole else "cut"] += end - begin
+        if name.endswith(".trellis") and len(shape) >= 3 and not whole:  # [K / 16, N / 16, 16 * bits]
+            rows, columns = 16 * shape[-3], 16 * shape[-2]
+            sizes["trellis"] += end - begin
+            sizes["trellis_weights"] += rows * columns
+            sizes["largest"] = max(sizes["largest"], rows * min(columns, SLICE))
 
-    Returns `{"files": {name: {"size", "digest"}}, "problems": [sentence], "trellis_tensors": n, "trellis_bytes": n}`.
+
+def survey(directory: Path, *, full: bool = False) -> dict[str, Any]:
+    """Files, problems, and what the headers say about the tensors; `full` hashes every byte of every file.
+
+    Returns `{"files": {name: {"size", "digest"}}, "problems": [sentence], "trellis_tensors": n, "trellis_bytes": n,
+    "sizes": {...}, "config": config.json}`.
     """
+    sizes = dict.fromkeys(("cut", "whole", "trellis", "trellis_weights", "largest"), 0)
     files: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     shards: dict[str, set[str]] = {}
     trellis = [0, 0]
     if not directory.is_dir():
-        return {"files": {}, "problems": [f"{directory} is not a directory"], "trellis_tensors": 0, "trellis_bytes": 0}
-    for name in names(directory):
+        problems.append(f"{directory} is not a directory")
+    for name in names(directory) if directory.is_dir() else []:
         path = directory / name
         try:
-            files[name] = {"size": path.stat().st_size, "digest": digest(path)}
+            files[name] = {"size": path.stat().st_size, "digest": digest(path, full=full)}
             if "/" not in name and name.endswith(".safetensors"):
                 shards[name] = set()
                 tensors = header(path)
@@ -130,6 +152,7 @@ def survey(directory: Path) -> dict[str, Any]:
                 spans = [entry["data_offsets"] for key, entry in tensors.items() if key.endswith(".trellis")]
                 trellis[0] += len(spans)
                 trellis[1] += sum(end - begin for begin, end in spans)
+                measure(tensors, sizes)
         except Broken as broken:
             problems.append(f"{name} {broken}")
         except FileNotFoundError:
@@ -141,7 +164,16 @@ def survey(directory: Path) -> dict[str, Any]:
         if not shards:
             problems.append("there is no .safetensors file")
         problems += index_or_number_problems(directory, shards)
-    return {"files": files, "problems": problems, "trellis_tensors": trellis[0], "trellis_bytes": trellis[1]}
+    found = {"files": files, "problems": problems, "trellis_tensors": trellis[0], "trellis_bytes": trellis[1]}
+    return {**found, "sizes": sizes, "config": configuration(directory)}
+
+
+def configuration(directory: Path) -> dict[str, Any]:
+    """The model's config.json; empty when there is none that can be read."""
+    try:
+        return dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def index_or_number_problems(directory: Path, shards: Mapping[str, set[str]]) -> list[str]:
@@ -156,4 +188,4 @@ def index_or_number_problems(directory: Path, shards: Mapping[str, set[str]]) ->
 
 
 if __name__ == "__main__":
-    print(json.dumps(survey(Path(sys.argv[1]))))
+    print(json.dumps(survey(Path(sys.argv[1]), full="--full" in sys.argv[2:])))

@@ -36,6 +36,8 @@ class Weights:
     files: Mapping[str, Mapping[str, Any]]  # name -> {size, digest}
     trellis_tensors: int
     trellis_bytes: int
+    sizes: Mapping[str, int]  # what memory is planned with, see `admission.Sizes`
+    config: Mapping[str, Any]  # the model's config.json
 
     @property
     def digest(self) -> str:
@@ -60,7 +62,12 @@ def survey(recipe: Recipe) -> Weights:
     source = locate(recipe)
     found = manifest.survey(source)
     refuse_problems(found["problems"], where=str(source))
-    return Weights(source, found["files"], found["trellis_tensors"], found["trellis_bytes"])
+    return of(source, found)
+
+
+def of(source: Path, found: Mapping[str, Any]) -> Weights:
+    """The weights that a survey of `source` found."""
+    return Weights(source, *(found[name] for name in ("files", "trellis_tensors", "trellis_bytes", "sizes", "config")))
 
 
 def locate(recipe: Recipe) -> Path:
