@@ -166,22 +166,3 @@ def strangers(probe: Probe, users: Mapping[str, str]) -> list[str]:
                     f"{name} of the recipe names {wanted}, and the node has {', '.join(sorted(there)) or 'none'}"
                 )
     return found
-
-
-def transport(lines: Sequence[str]) -> str | None:
-    """The transport that NCCL says it uses: `RDMA over rocep1s0f0, roceP2p1s0f0`, `TCP over eth0`, or None."""
-    for line in reversed(lines):
-        # NCCL INFO NET/IB : Using [0]rocep1s0f0:1/RoCE [1]roceP2p1s0f0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
-        # NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
-        kind, using, rest = line.partition(" : Using ")
-        if not using:
-            continue
-        names = [
-            word.partition("]")[2].partition(":")[0] for word in rest.partition(";")[0].split() if word[:2] != "[R"
-        ]
-        names = [name for name in names if name]
-        if kind.endswith("NET/IB"):
-            return f"RDMA over {', '.join(names)}"
-        if kind.endswith("NET/Socket"):
-            return f"TCP over {', '.join(names)}"
-    return None
