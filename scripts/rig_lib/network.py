@@ -34,8 +34,8 @@ def create_bridge() -> None:
     run("ip", "link", "set", BRIDGE, "up")
 
 
-def connect(node: Node) -> None:
-    """Make the node's network namespace and plug it into the bridge."""
+def connect(node: Node, *, twin: bool = False) -> None:
+    """Make the node's network namespace and plug it into the bridge, with a second cable for `twin`."""
     mtu = str(uplink()[1])  # larger packets would be lost behind the bridge: some clouds give less than 1500
     run("ip", "netns", "add", node.namespace)
     inside = ("ip", "-netns", node.namespace)
@@ -45,6 +45,12 @@ def connect(node: Node) -> None:
     run(*inside, "address", "add", f"{node.address}/24", "dev", "eth0")
     run(*inside, "link", "set", "eth0", "up")
     run(*inside, "route", "add", "default", "via", GATEWAY)
+    if twin:
+        ends = ("mtu", mtu, "type", "veth", "peer", "eth1", "mtu", mtu, "netns", node.namespace)
+        run("ip", "link", "add", node.twin_veth, *ends)
+        run("ip", "link", "set", node.twin_veth, "master", BRIDGE, "up")
+        run(*inside, "address", "add", f"{node.twin_address}/24", "dev", "eth1")
+        run(*inside, "link", "set", "eth1", "up")
 
 
 def link_up(node: Node) -> None:

@@ -26,6 +26,18 @@ if [ -f sys/fs/cgroup/cgroup.subtree_control ]; then
     done
 fi
 
+# Adapters that this machine does not have, for a node that plays one which does: the real classes and these.
+if [ -d "$disk/infiniband" ]; then
+    mount -t tmpfs -o mode=755,size=1m tmpfs mnt
+    for class in sys/class/*; do
+        mkdir "mnt/${class##*/}"
+        mount --bind "$class" "mnt/${class##*/}"
+    done
+    rm -rf mnt/infiniband
+    cp -a "$disk/infiniband" mnt/
+    mount --move mnt sys/class
+fi
+
 # Devices: only those that any machine has; a /dev of its own keeps the host's clean.
 mount -t tmpfs -o mode=755,size=64k tmpfs dev
 for device in null zero full random urandom tty fuse net/tun; do
@@ -34,6 +46,11 @@ for device in null zero full random urandom tty fuse net/tun; do
     : > "dev/$device"
     mount --bind "/dev/$device" "dev/$device"
 done
+if [ -d "$disk/infiniband" ]; then
+    mkdir dev/infiniband
+    : > dev/infiniband/uverbs0
+    mount --bind /dev/null dev/infiniband/uverbs0
+fi
 mkdir dev/pts dev/shm
 mount -t devpts -o newinstance,ptmxmode=0666,mode=0620,gid=5 devpts dev/pts
 mount -t tmpfs -o mode=1777 tmpfs dev/shm

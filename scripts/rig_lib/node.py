@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import cgroups, host
+from . import cgroups, gb10, host
 from .plan import PREFIX, Node, Options, State
 from .shell import UNREACHABLE, RigError, run, tail
 
@@ -77,6 +77,10 @@ def make_disk(node: Node, options: Options, state: State) -> None:
         write.file("usr/local/sbin/rig-engine", (HERE / "rig-engine.sh").read_text(), 0o755)
     if options.nat:
         _copy_network_settings(write)
+    if options.fake_gpu:
+        for path, (text, mode) in gb10.files().items():
+            write.file(path, text, mode)
+        gb10.infiniband(disk.folder / "infiniband", gb10.adapters("eth0", node.address, "eth1", node.twin_address))
 
 
 class _Writer:

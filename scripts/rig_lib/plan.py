@@ -28,6 +28,16 @@ class Node:
         return f"{SUBNET}.{self.index}"
 
     @property
+    def twin_address(self) -> str:
+        """Of the second cable that a node with `--fake-gpu` has."""
+        return f"10.78.{NUMBER}.{self.index}"
+
+    @property
+    def twin_veth(self) -> str:
+        """The bridge's end of the second cable; the node's end is called eth1."""
+        return f"{PREFIX}t{self.index}"
+
+    @property
     def namespace(self) -> str:
         return f"{PREFIX}-{self.name}"
 
@@ -49,6 +59,7 @@ class Options:
     binds: tuple[str, ...]
     disk_dir: str
     template: str
+    fake_gpu: bool = False
 
     def node_list(self) -> list[Node]:
         return [Node(name, index) for index, name in enumerate(self.nodes, start=1)]

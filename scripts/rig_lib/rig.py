@@ -68,7 +68,7 @@ def _make(options: Options, state: State) -> None:
     network.open_firewall(options.nat)
     for each in options.node_list():
         node.make_disk(each, options, state)
-        network.connect(each)
+        network.connect(each, twin=options.fake_gpu)
         node.start(each, options)
     _write_operator_side(options, state)
     for each in options.node_list():
