@@ -103,7 +103,8 @@ RUNTIME = """#!/bin/sh
 previous= bundle=
 for word; do case $previous in --bundle|-b) bundle=$word ;; esac; previous=$word; done
 case " $* " in *" create "*)
-    sed -i 's/\\("type":"RLIMIT_MEMLOCK","hard":\\)[0-9]*,"soft":[0-9]*/\\18388608,"soft":8388608/' "$bundle/config.json" ;;
+    limit='"type":"RLIMIT_MEMLOCK","hard"'
+    sed -i "s/$limit:[0-9]*,\"soft\":[0-9]*/$limit:8388608,\"soft\":8388608/" "$bundle/config.json" ;;
 esac
 exec runc "$@"
 """
