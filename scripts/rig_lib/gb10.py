@@ -104,7 +104,7 @@ previous= bundle=
 for word; do case $previous in --bundle|-b) bundle=$word ;; esac; previous=$word; done
 case " $* " in *" create "*)
     limit='"type":"RLIMIT_MEMLOCK","hard"'
-    sed -i "s/$limit:[0-9]*,\"soft\":[0-9]*/$limit:8388608,\"soft\":8388608/" "$bundle/config.json" ;;
+    sed -i 's/'"$limit"':[0-9]*,"soft":[0-9]*/'"$limit"':8388608,"soft":8388608/' "$bundle/config.json" ;;
 esac
 exec runc "$@"
 """
