@@ -156,10 +156,14 @@ struct Mainloop {
           } else {
             load_a(rows_then, ahead, 0, 0);
           }
-          mma(acc[mb][0], rows, now[0].r[0], now[0].r[1]);
-          mma(acc[mb][1], rows, now[0].r[2], now[0].r[3]);
-          mma(acc[mb][2], rows, now[1].r[0], now[1].r[1]);
-          mma(acc[mb][3], rows, now[1].r[2], now[1].r[3]);
+          // Repeated as a group: one mma repeated at once waits for its own sums, which a slower tensor pipe would not make it do.
+#pragma unroll
+          for (int repeat = 0; repeat < EXL3_MMA_REPEAT; ++repeat) {
+            mma(acc[mb][0], rows, now[0].r[0], now[0].r[1]);
+            mma(acc[mb][1], rows, now[0].r[2], now[0].r[3]);
+            mma(acc[mb][2], rows, now[1].r[0], now[1].r[1]);
+            mma(acc[mb][3], rows, now[1].r[2], now[1].r[3]);
+          }
           // Registers mb * 8 / MB up to the next of the following step's weights.
           if (mb * 8 / MB <= 0 && 0 < (mb + 1) * 8 / MB) then[0].r[0] = decode_register<Rate2, Cb, 0>(run0);
           if (mb * 8 / MB <= 1 && 1 < (mb + 1) * 8 / MB) then[0].r[1] = decode_register<Rate2, Cb, 1>(run0);

@@ -55,18 +55,11 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t shared) {
   return word;
 }
 
-#ifndef EXL3_MMA_REPEAT
-#define EXL3_MMA_REPEAT 1  // 3 on the H200 makes the tensor pipe as slow, relative to the rest, as on sm_12x (bench K9)
-#endif
-
 // fp16 inputs, fp32 accumulate: the only tensor instruction that sm_90, sm_120 and sm_121 share at full rate.
 __device__ __forceinline__ void mma(float (&c)[4], const FragmentA& a, uint32_t b0, uint32_t b1) {
-#pragma unroll
-  for (int repeat = 0; repeat < EXL3_MMA_REPEAT; ++repeat) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
-  }
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
 }
 
 // Adds the two halves of each word and packs both sums. Written with the half selectors in view so that ptxas uses HADD2 .H0_H0/.H1_H1

@@ -2,6 +2,10 @@
 #pragma once
 #include "decode.cuh"
 
+#ifndef EXL3_MMA_REPEAT
+#define EXL3_MMA_REPEAT 1  // 3 on the H200 makes the tensor pipe as slow, relative to the rest, as on sm_12x (bench K9)
+#endif
+
 namespace exl3 {
 
 constexpr int kBlockK = 64;            // k per pipeline stage: 4 mma steps, so that one barrier is paid per 4 * MB * 4 mma of a warp

@@ -224,7 +224,7 @@ def linear(
     if x.shape[0] > table.fused_rows:
         reconstructed_linear(x, parts, out, weight, table.folded_rows)
     elif x.shape[0]:
-        widths = [part.svh.numel() for part in parts]
+        widths = tuple(part.svh.numel() for part in parts)
         fused_linear(x, parts, shared_suh, out, plans.dense_plan(table, gpu, x.shape[0], parts[0].suh.numel(), widths))
     return out
 

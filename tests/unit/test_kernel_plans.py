@@ -16,7 +16,7 @@ from exl3_vllm.plans import H200, HALF, NARROW, SM12X, THIN, TILE_ROWS, WIDE, Gp
 
 HOPPER, SPARK, RTX = Gpu((9, 0), 132), Gpu((12, 1), 48), Gpu((12, 0), 188)
 GPUS = ((HOPPER, H200), (SPARK, SM12X), (RTX, SM12X))
-LAYERS = ((5120, [17408]), (17408, [5120]), (4096, [4096, 1024, 1024]), (128, [128]))
+LAYERS = ((5120, (17408,)), (17408, (5120,)), (4096, (4096, 1024, 1024)), (128, (128,)))
 
 
 def test_each_architecture_has_its_own_table() -> None:
@@ -25,7 +25,9 @@ def test_each_architecture_has_its_own_table() -> None:
 
 @pytest.mark.parametrize("gpu, table", GPUS)
 @pytest.mark.parametrize("k, widths", LAYERS)
-def test_every_dense_plan_is_one_the_kernel_accepts(gpu: Gpu, table: plans.Table, k: int, widths: list[int]) -> None:
+def test_every_dense_plan_is_one_the_kernel_accepts(
+    gpu: Gpu, table: plans.Table, k: int, widths: tuple[int, ...]
+) -> None:
     for rows in (*range(1, 130), 200, 512, 4096, 100_000):
         plan = plans.dense_plan(table, gpu, rows, k, widths)
         assert plan.row_tiles * TILE_ROWS[plan.tile] >= rows
@@ -53,11 +55,17 @@ def test_every_segment_of_a_moe_plan_has_exactly_one_launch(
 
 def test_measured_choices_on_the_h200() -> None:
     """Given the geometries of the bench, when the table is asked, then it names what measured best."""
-    chosen = {rows: plans.dense_plan(H200, HOPPER, rows, 17408, [5120]) for rows in (1, 16, 32, 64)}
+    chosen = {rows: plans.dense_plan(H200, HOPPER, rows, 17408, (5120,)) for rows in (1, 16, 32, 64)}
     assert [(plan.tile, plan.splits) for plan in chosen.values()] == [(THIN, 13), (THIN, 13), (NARROW, 6), (NARROW, 6)]
-    assert plans.dense_plan(H200, HOPPER, 1, 5120, [17408]).splits in (5, 7)
+    assert plans.dense_plan(H200, HOPPER, 1, 5120, (17408,)).splits in (5, 7)
     plan = plans.moe_plan(H200, HOPPER, 2048, 8, 288, 4096, 1024, shared_suh=True)
     assert plan.launch_gate_up == (HALF, 1, 64, WIDE, 65, 128) and plan.launch_down == (HALF, 1, 64, NARROW, 65, 128)
+
+
+def test_row_tiles_fill_the_last_wave_where_an_sm_holds_one_cta() -> None:
+    assert plans.dense_plan(SM12X, HOPPER, 1024, 5120, (17408,)) == plans.DensePlan(WIDE, 9, 0)  # 1,257 us, 8: 1,356
+    assert plans.dense_plan(SM12X, HOPPER, 4096, 5120, (17408,)) == plans.DensePlan(WIDE, 33, 0)
+    assert plans.dense_plan(H200, HOPPER, 1024, 5120, (17408,)) == plans.DensePlan(NARROW, 8, 0)  # 588 us, 9: 610
 
 
 def test_a_grid_that_fills_the_gpu_is_not_cut() -> None:
