@@ -45,7 +45,6 @@ def observe(
     steps: Sequence[Step],
     recorder: Recorder,
     progress: Progress,
-    *,
     boot: int = 0,
     name: str = "observe",
 ) -> list[dict[str, Any]]:

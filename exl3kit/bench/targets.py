@@ -68,11 +68,22 @@ def rank_environment(one: Standing) -> dict[str, Any]:
         "node": one.node.name,
         "image": one.container.attrs["Image"],
         "stamp": one.label("stamp"),
-        "argv": config.get("Cmd"),
+        "argv": options([word for word in config.get("Cmd") or () if word != "--"]),
         "env": {name: value for name, value in sorted(env.items()) if name not in OURS},
         "mounts": [(mount.get("Source"), mount.get("Target")) for mount in host.get("Mounts") or ()],
         "limits": {key: host.get(key) for key in ("Memory", "NanoCpus", "CpusetCpus", "ShmSize")},
     }
+
+
+def options(argv: Sequence[str]) -> dict[str, Any]:
+    """An argv by its options, so that one more or less shifts no other; a flag alone is True, the rest has numbers."""
+    told: dict[str, Any] = {}
+    for number, (word, after) in enumerate(zip(argv, [*argv[1:], "--"], strict=True)):
+        if word.startswith("--"):
+            told[word] = True if after.startswith("--") else after
+        elif number == 0 or not argv[number - 1].startswith("--"):
+            told[str(number)] = word
+    return told
 
 
 def deployed(recipe: Recipe, standing: Sequence[Standing]) -> Target:
