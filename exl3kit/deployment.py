@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from exl3kit import fabric
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 LABEL = "io.exl3kit."
 MODEL_DIR = "/model"  # where a container sees the weights
 RUN_DIR = "/run/exl3"  # tmpfs: status and receipts of the running rank
+STATE_DIR = "/var/lib/exl3"  # a volume: post-mortems and the compile cache outlive the container's restarts
 KEY_FILE = "/run/secrets/api_key"
+SECRET_FILE = "/run/secrets/gang"
+DRAIN_S = 20  # for the requests in flight when a rank is told to stop
+ASKED_BY_THE_KIT = ("/health", "/metrics")  # every second: not for the log
 USER = 10001  # the image's unprivileged user and group
 
 
@@ -53,10 +57,16 @@ class Rank:
     env: Mapping[str, str]
     model_dir: str  # on the node
     api_key_file: str | None  # on the node
+    secret_file: str | None  # on the node: what the ranks of a gang prove to each other that they know
 
     @property
     def service(self) -> str:
         return f"rank{self.rank}"
+
+    @property
+    def volume(self) -> str:
+        """Name of the volume with the rank's state."""
+        return f"{self.container}-state"
 
     @property
     def is_head(self) -> bool:
@@ -77,6 +87,7 @@ class Deployment:
     bridge: bool  # all ranks on one engine, on a network of their own; else the hosts' network
     port: int
     rendezvous: int | None  # port of the head that the other ranks connect to, where it is a port of the host
+    gang_port: int | None  # UDP, of every rank's supervisor, on the fabric; None for a gang of one
     publish: str  # address of the head that the API listens on
     gpu: bool
     rdma: bool
@@ -95,6 +106,10 @@ class Deployment:
     def ports(self) -> list[int]:
         """Ports that the deployment takes on the head's node, the API's first."""
         return [self.port] if self.rendezvous is None else [self.port, self.rendezvous]
+
+    @property
+    def is_gang(self) -> bool:
+        return len(self.ranks) > 1
 
     def on(self, node: str) -> list[Rank]:
         return [rank for rank in self.ranks if rank.node == node]
@@ -161,6 +176,9 @@ def plan(
     publish = "0.0.0.0" if recipe.serve.listen == "open" else "127.0.0.1"
     project = "exl3kit-" + recipe.name.replace(".", "-")
     head = facts[placement[0]]
+    hosts = [f"rank{number}" if bridge else facts[node].address for number, node in enumerate(placement)]
+    gang = len(placement) > 1
+    peers = ",".join(f"{host}:{gang_port(recipe)}" for host in hosts) if gang else None
     ranks = []
     for number, node in enumerate(placement):
         key_file = f"{head.cache}/deployments/{recipe.name}/api_key" if api_key and number == 0 else None
@@ -168,7 +186,7 @@ def plan(
         # on a bridge the engine's port mapping is what confines the API to loopback
         listen = "0.0.0.0" if bridge else publish
         env = environment(recipe, number, placement, facts, bridge=bridge)
-        env |= identity(recipe, number, stamp, generation, key=key_file is not None)
+        env |= identity(recipe, number, stamp, generation, key=key_file is not None, peers=peers)
         ranks.append(
             Rank(
                 rank=number,
@@ -178,6 +196,7 @@ def plan(
                 env=env,
                 model_dir=model_dirs[node],
                 api_key_file=key_file,
+                secret_file=f"{facts[node].cache}/deployments/{recipe.name}/gang_secret" if gang else None,
             )
         )
     drafted = Deployment(
@@ -191,11 +210,14 @@ def plan(
         bridge=bridge,
         port=recipe.serve.port,
         rendezvous=None if bridge else rendezvous_port(recipe),
+        gang_port=gang_port(recipe) if gang else None,
         publish=publish,
         gpu=not recipe.image.on_cpu,
         rdma=recipe.fabric.require == "rdma",
     )
-    return Deployment(**{**drafted.__dict__, "spec": spec_digest(drafted)})
+    spec = spec_digest(drafted)
+    told = tuple(replace(rank, env={**rank.env, "EXL3_SPEC": spec}) for rank in drafted.ranks)
+    return replace(drafted, spec=spec, ranks=told)
 
 
 def spec_digest(deployment: Deployment) -> str:
@@ -203,7 +225,9 @@ def spec_digest(deployment: Deployment) -> str:
     fields = asdict(deployment)
     del fields["generation"], fields["spec"]
     for rank in fields["ranks"]:
-        rank["env"] = {name: value for name, value in rank["env"].items() if name != "EXL3_GENERATION"}
+        rank["env"] = {
+            name: value for name, value in rank["env"].items() if name not in ("EXL3_GENERATION", "EXL3_SPEC")
+        }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -247,7 +271,8 @@ def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[st
         argv += ["--enforce-eager"]
     if serve.speculative is not None:
         argv += ["--speculative-config", json.dumps(serve.speculative.model_dump(exclude_none=True), sort_keys=True)]
-    argv += ["--enable-prompt-tokens-details", *serve.args]
+    argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", ",".join(ASKED_BY_THE_KIT)]
+    argv += ["--shutdown-timeout", str(DRAIN_S), *serve.args]
     return argv + (["--host", listen, "--port", str(serve.port)] if rank == 0 else ["--headless"])
 
 
@@ -255,6 +280,12 @@ def rendezvous_port(recipe: Recipe) -> int:
     """Port of the rendezvous: 10000 from the API's, so that two deployments with two API ports never meet."""
     port = recipe.serve.port
     return port + 10000 if port + 10000 <= 65535 else port - 10000
+
+
+def gang_port(recipe: Recipe) -> int:
+    """UDP port of the supervisors: 20000 from the API's."""
+    port = recipe.serve.port
+    return port + 20000 if port + 20000 <= 65535 else port - 20000
 
 
 def environment(
@@ -269,7 +300,7 @@ def environment(
     here = facts[placement[rank]]
     env = {
         "HOME": "/tmp",
-        "VLLM_CACHE_ROOT": "/tmp/vllm",  # the root file system is read-only
+        "VLLM_CACHE_ROOT": STATE_DIR + "/vllm",  # one folder of it for each spec; never shared between ranks
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the weights are here; a look-up over the network could only hang
     }
@@ -301,7 +332,9 @@ def network(recipe: Recipe, rank: int, placement: Sequence[str], facts: Mapping[
     return found | {"NCCL_DEBUG_FILE": f"{RUN_DIR}/{fabric.LOG_FILE}"} if found else {}
 
 
-def identity(recipe: Recipe, rank: int, stamp: str, generation: str, *, key: bool) -> dict[str, str]:
+def identity(
+    recipe: Recipe, rank: int, stamp: str, generation: str, *, key: bool, peers: str | None
+) -> dict[str, str]:
     """Environment that says which rank this is and how its EXL3 layers run; no recipe's `serve.env` overrides it."""
     env = {}
     if recipe.exl3.prefill_reconstruct_m != "auto":
@@ -315,9 +348,14 @@ def identity(recipe: Recipe, rank: int, stamp: str, generation: str, *, key: boo
         "EXL3_STAMP": stamp,
         "EXL3_MODEL_DIR": MODEL_DIR,
         "EXL3_RUN_DIR": RUN_DIR,
+        "EXL3_STATE_DIR": STATE_DIR,
+        "EXL3_STALL_S": str(recipe.serve.stall_s),
+        "EXL3_GRACE_S": str(DRAIN_S),
         "EXL3_RECEIPT_DIR": RUN_DIR + "/receipts",
         "EXL3_API": f"http://127.0.0.1:{recipe.serve.port}",
     }
+    if peers is not None:
+        env |= {"EXL3_PEERS": peers, "EXL3_GANG_SECRET_FILE": SECRET_FILE}
     if key:
         env["EXL3_API_KEY_FILE"] = KEY_FILE
     return env

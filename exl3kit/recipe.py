@@ -300,6 +300,9 @@ class Serve(Section):
         default=None, description="A file that holds the API key, relative to the naming file."
     )
     speculative: Speculative | None = None
+    stall_s: Annotated[int, Field(ge=5, le=86400)] = Field(
+        default=120, description="Seconds that requests may wait while nothing moves; then the gang ends."
+    )
     args: Annotated[list[Text], AfterValidator(_arguments)] = Field(
         default_factory=list, description="Further arguments of `vllm serve`, passed on as they are."
     )

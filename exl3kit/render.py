@@ -20,7 +20,7 @@ from exl3kit.errors import KitError
 TEMPLATE = "node.yaml.j2"
 COMPOSE_FILE = "compose.yaml"
 SHM_BYTES = 1 << 30
-GRACE_S = 30  # a headless rank needs up to 11 s after SIGTERM, the head answers what it has
+GRACE_S = 30  # the head answers what it has for 20 s, and the other ranks compute for it until then
 START_PERIOD_S = 1800  # loading 164 GiB from one disk takes this long; until then a rank is "starting", not unhealthy
 
 
@@ -51,7 +51,9 @@ def compose(deployment: Deployment, node: str) -> str:
         user=plans.USER,
         model_dir=plans.MODEL_DIR,
         run_dir=plans.RUN_DIR,
+        state_dir=plans.STATE_DIR,
         key_file=plans.KEY_FILE,
+        secret_file=plans.SECRET_FILE,
         shm_size="1g",
         shm_bytes=SHM_BYTES,
         grace_s=GRACE_S,

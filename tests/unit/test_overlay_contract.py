@@ -70,7 +70,7 @@ def test_every_argument_that_the_kit_starts_vllm_with_is_in_the_contract() -> No
     arguments = next(symbol for symbol in contract.symbols() if symbol.name == "EngineArgs").attributes
     given = re.findall(r'"--([a-z-]+)"', (paths.REPO / "exl3kit" / "deployment.py").read_text())
     assert len(given) > 15
-    of_the_front_end = {"host", "port", "headless", "enable-prompt-tokens-details"}
+    of_the_front_end = {"host", "port", "headless", "enable-prompt-tokens-details", "disable-access-log-for-endpoints"}
     # `--nodes` stands there too, in a refusal of the kit's own option.
     assert {name.replace("-", "_") for name in set(given) - of_the_front_end - {"nodes"}} <= set(arguments)
 

@@ -1,0 +1,1 @@
+"""What `scripts/faults` is made of."""
