@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.distributed import (
     get_pp_group,
     get_tensor_model_parallel_rank,
@@ -141,6 +142,8 @@ class Exl3Config(QuantizationConfig):
         if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
             return None
         matrices, plain = self._names().matrices_of(prefix, self.packed_modules_mapping)
+        if matrices:
+            self._meet_gpu()
         if matrices and plain:
             what = f"fuses the trellis matrix {matrices[0]} with the plain weight {plain[0]}"
             raise LayoutError(f"layer {prefix}", what, "Convert the model so that both are stored alike")
@@ -165,8 +168,18 @@ class Exl3Config(QuantizationConfig):
         matrices = experts_of(layer, prefix, self._names(), self._loading().checkpoint)
         if not matrices:
             return None
+        self._meet_gpu()
         self._loading().announce(prefix, matrices.values())
         return Exl3MoEMethod(prefix, layer, matrices, self._loading())
+
+    def _meet_gpu(self) -> None:
+        """Before the first layer is built: what this start asks of a GPU."""
+        loading = self._loading()
+        if loading.limits is None and current_platform.is_cuda():
+            from exl3_vllm import gpu
+
+            loading.limits = gpu.Limits.of(get_current_vllm_config())
+            gpu.begin(self.settings.graph_decode, loading.limits)
 
     def _names(self) -> ModuleNames:
         assert self.names is not None, "vLLM calls maybe_update_config before it builds the model"
@@ -198,13 +211,15 @@ class Exl3Config(QuantizationConfig):
             asked = settings.asked or ("auto" if current_platform.is_cuda() else None)
             resolution = decide(asked, settings.flagged, shared, facts.symbols)
             if current_platform.is_cuda():
-                gpu.require_runnable(resolution, settings.row_tile)
+                gpu.require_runnable(resolution, settings.cap, loading)
         elif settings.asked in (None, "auto"):
             resolution = Resolution(settings.flagged, "legacy", "no_moe_layers")
         else:
             what = "was asked for by name, and this model has no routed experts"
             raise TierError(f"tier {settings.asked}", what, "Ask for auto")
         loading.plan = Plan(resolution, settings.cap, settings.row_tile)
+        if current_platform.is_cuda():
+            gpu.finish()
         facts.resolution = resolution
         DIAGNOSTICS.facts = facts
         report = receipt.load_report(loading, DIAGNOSTICS.facts.rank, self.demo)

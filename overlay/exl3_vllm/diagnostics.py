@@ -96,6 +96,7 @@ class Window:
         they were routed, and fat experts not at all."""
         self.prefill_layer_calls += 1
         self.grouped_calls += tier == "grouped"
+        self.row_tile_calls += tier == "row_tile"
         self.calls_by_tier[tier] += 1
         self.calls_by_reason[reason] += 1
         self.rows_by_tier[tier] += rows

@@ -186,6 +186,11 @@ class Exl3LinearMethod(LinearMethodBase):
         self.packed = [one for part in self.parts for one in part.packed()]
         self.shared_suh = all(torch.equal(one.suh, self.packed[0].suh) for one in self.packed)
         self.padding = self.outputs - sum(one.columns for one in self.packed)
+        if self.packed[0].trellis.is_cuda:
+            from exl3_vllm import gpu
+
+            rows = self.loading.limits.rows
+            self.packed = gpu.keep_dense(self.packed, self.shared_suh, self.reconstruct_rows, rows)
         # vLLM's MLA asks for a dense weight by multiplying with the unit matrix; it looks for this name first.
         layer.weight_packed = self.packed[0].trellis
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from exl3_vllm.errors import CompletenessError
 from exl3_vllm.experts import Plan
@@ -31,6 +32,7 @@ class ModelLoading:
     ----------
     shared_suh: for each layer of experts, whether gate and up of every expert have the same input scales.
     plan: how the experts run; set when loading is complete.
+    limits: `gpu.Limits` of this start, and packed_experts: the `gpu.PackedExperts` of each layer; on a GPU only.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: Settings, on_complete: Callable[[], None]) -> None:
@@ -41,6 +43,8 @@ class ModelLoading:
         self.trellis_bytes: dict[str, int] = {}
         self.shared_suh: dict[str, bool] = {}
         self.plan: Plan | None = None
+        self.limits: Any = None
+        self.packed_experts: list[Any] = []
         self.ignored_layers: Callable[[int], bool] = lambda _layer: False
 
     def announce(self, prefix: str, matrices: Iterable[TrellisMatrix]) -> None:

@@ -163,7 +163,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         gate, up, down = (
             [self.parts[expert, shard].packed()[0] for expert in range(self.experts)] for shard in ("w1", "w3", "w2")
         )
-        self.packed = PackedExperts(gate, up, down, layer.swiglu_limit)
+        self.packed = PackedExperts(gate, up, down, layer.swiglu_limit, SCRATCH)
+        self.packed.expect(self.loading.limits.rows, self.moe.experts_per_token)
+        self.loading.packed_experts.append(self.packed)
 
     def _shares_suh(self, expert: int) -> bool:
         """Looked at, never assumed: native packs share the signs of gate's and up's scales, not the magnitudes."""
@@ -194,9 +196,9 @@ class Exl3MoEMethod(FusedMoEMethodBase):
         """The routed experts of x [T, H]. Runs inside vLLM's opaque operator, so its branches are taken at run time."""
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        local = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()].long()
+        local = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         plan = self.loading.plan
         assert plan is not None, "vLLM finishes loading before it runs the model"
         if self.packed is not None:
             return self.packed.run(x, topk_weights, local, plan, DIAGNOSTICS)
-        return run_experts(x, topk_weights, local, self.decoded, plan, SCRATCH, DIAGNOSTICS)
+        return run_experts(x, topk_weights, local.long(), self.decoded, plan, SCRATCH, DIAGNOSTICS)

@@ -7,19 +7,15 @@ weights are decoded on the fly or reconstructed first; decided outside, the choi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exl3_vllm import decode
+from exl3_vllm import decode, gpu_dense
 from exl3_vllm.format import CODEBOOKS
-
-TABLE_DECIDES = -1
-"""Value of `reconstruct_rows`: the table of the GPU decides. 0: never reconstruct."""
-
-NEVER = 1 << 40
+from exl3_vllm.gpu_dense import TABLE_DECIDES as TABLE_DECIDES
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ def packed_layer(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@torch.library.custom_op("exl3::packed_linear", mutates_args=())
-def packed_linear(
+def _packed_linear(
     x: Tensor,
     trellis: list[Tensor],
     suh: list[Tensor],
@@ -72,19 +67,18 @@ def packed_linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """See `packed_layer`; x [rows, <=K], result [rows, columns] in the dtype of x, always a fresh tensor."""
+    if x.is_cuda:
+        y = _with_kernels(x, trellis, suh, svh, codebooks, first, columns, shared_suh, padding, reconstruct_rows)
+        return y if bias is None else y.add_(bias)
     parts = [
         PackedPart(*values)
         for values in zip(trellis, suh, svh, [CODEBOOKS[code] for code in codebooks], first, columns, strict=True)
     ]
-    run = _with_kernels if x.is_cuda else _with_reference
-    y = run(x, parts, shared_suh, reconstruct_rows)
-    if padding:
-        y = functional.pad(y, (0, padding))
+    y = functional.pad(_with_reference(x, parts, shared_suh, reconstruct_rows), (0, padding))
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@packed_linear.register_fake
-def _(
+def _fake(
     x: Tensor,
     trellis: list[Tensor],
     suh: list[Tensor],
@@ -114,21 +108,42 @@ def _with_reference(x: Tensor, parts: Sequence[PackedPart], shared_suh: bool, re
     return torch.cat(outputs, 1).to(x.dtype)
 
 
-def _with_kernels(x: Tensor, parts: Sequence[PackedPart], shared_suh: bool, reconstruct_rows: int) -> Tensor:
+def _with_kernels(
+    x: Tensor,
+    trellis: list[Tensor],
+    suh: list[Tensor],
+    svh: list[Tensor],
+    codebooks: list[int],
+    first: list[int],
+    columns: list[int],
+    shared_suh: bool,
+    padding: int,
+    reconstruct_rows: int,
+) -> Tensor:
     """By the kernels. A cut that begins inside a block is computed from the block's begin and trimmed."""
-    from exl3_vllm import kernels, plans
-
-    table = plans.table_for(kernels.gpu_of(x.device))
-    if reconstruct_rows != TABLE_DECIDES:
-        table = replace(table, fused_rows=reconstruct_rows - 1 if reconstruct_rows else NEVER)
-    matrices = [
-        kernels.Matrix(part.trellis, part.suh, part.svh, part.codebook, part.first + part.columns) for part in parts
-    ]
-    y = kernels.linear(x.contiguous(), matrices, shared_suh=shared_suh, table=table)
-    if not any(part.first for part in parts):
+    codes = [one.shape[-1] // 8 | code << 5 for one, code in zip(trellis, codebooks, strict=True)]
+    widths = [begin + count for begin, count in zip(first, columns, strict=True)]
+    layer = gpu_dense.Layer(trellis, suh, svh, codes, widths, shared_suh)
+    y = x.new_empty((x.shape[0], sum(widths) + padding))
+    gpu_dense.run(x if x.stride(1) == 1 else x.contiguous(), layer, y, reconstruct_rows)
+    if padding:
+        y[:, sum(widths) :].zero_()
+    if not any(first):
         return y
     kept, begin = [], 0
-    for part in parts:
-        kept.append(y[:, begin + part.first : begin + part.first + part.columns])
-        begin += part.first + part.columns
-    return torch.cat(kept, 1)
+    for skipped, count in zip(first, columns, strict=True):
+        kept.append(y[:, begin + skipped : begin + skipped + count])
+        begin += skipped + count
+    return torch.cat([*kept, y[:, begin:]], 1)
+
+
+_LIBRARY = torch.library.Library("exl3", "FRAGMENT")
+# Not `torch.library.custom_op`: its wrapper costs host time, and the head, outside of all graphs, pays it every step.
+_LIBRARY.define(
+    "packed_linear(Tensor x, Tensor[] trellis, Tensor[] suh, Tensor[] svh, int[] codebooks, int[] first, "
+    "int[] columns, bool shared_suh, int padding, int reconstruct_rows, Tensor? bias=None) -> Tensor"
+)
+for _backend in ("CPU", "CUDA"):
+    _LIBRARY.impl("packed_linear", _packed_linear, _backend)
+torch.library.register_fake("exl3::packed_linear", _fake)
+packed_linear = torch.ops.exl3.packed_linear.default
