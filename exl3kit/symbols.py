@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import paths
+from exl3kit import image_program, paths
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
+    from exl3kit.nodes import Node
     from exl3kit.progress import Progress
     from exl3kit.recipe import Recipe
 
@@ -142,6 +143,28 @@ def verify(file: Path, need: Need, progress: Progress) -> dict[str, Any]:
         said = why.removeprefix("exl3_vllm.symbols: ").removeprefix(f"{file.resolve()}: ")
         raise KitError("cannot be read as a kernel library", where=paths.shown(file), why=said)
     report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+CHECK = ("python", "-m", "exl3_vllm.kernelcheck")
+
+
+def call_on(node: Node, image: str) -> dict[str, Any]:
+    """Import the library in ``image`` on ``node`` and call every instance on its GPUs; the check's report.
+
+    Raises KitError (verification) when the check says nothing that can be read, else as `image_program.run` does.
+    """
+    ended = image_program.run(node, image, CHECK, gpus=True)
+    lines = ended.stdout.strip().splitlines()
+    try:
+        report: dict[str, Any] = json.loads(lines[-1])
+        _ = report["gpus"], report["errors"]  # an object of another program has neither
+    except (IndexError, ValueError, KeyError, TypeError) as error:
+        said = (ended.stderr.strip().splitlines() or lines or [f"exit code {ended.code}"])[-1]
+        what, step = "the image's kernel check gave no report", "kit build RECIPE: the image is of another version"
+        raise node.error(what, why=said, next_step=step, code=ExitCode.VERIFICATION) from error
+    if not report["gpus"] and not report["errors"]:
+        report["errors"] = ["torch in the image sees no GPU: its CUDA does not fit the node's driver"]
     return report
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, bench_kernels, output
 from exl3kit.cli.serve import stoppable
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def numbers(text: str | None, option: str) -> list[int]:
         raise KitError(
             f"{text!r} is no list of numbers", where=option, next_step=f"such as {option} 8K,65536"
         ) from error
+
+
+app.command("kernels")(bench_kernels.kernels)
 
 
 @app.command("prefill")

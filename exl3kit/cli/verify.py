@@ -35,7 +35,7 @@ def symbols(
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="With --build: where to put the library.")] = None,
     nodes: Annotated[
-        str | None, typer.Option("--nodes", help="Also hold the library against the GPUs of these nodes.")
+        str | None, typer.Option("--nodes", help="Also hold it against these nodes' GPUs; an image is called there.")
     ] = None,
     as_json: args.JsonOption = False,
 ) -> None:
@@ -50,9 +50,9 @@ def symbols(
     elif subject is None:
         raise KitError("nothing to verify", next_step="name an image, a file or a recipe, or pass --build")
     else:
-        report = _found(subject, progress)
+        report = _found(subject, nodes, progress)
     if nodes is not None:
-        report = _on_nodes(report, nodes)
+        report = _on_nodes(report, nodes, progress)
     if as_json:
         output.emit({**report, "seconds": progress.seconds})
     else:
@@ -68,9 +68,10 @@ def _built(recipe: str | None, out: Path | None, progress: Progress) -> dict[str
     return kernels.verify(kernels.build(need, progress, out), need, progress)
 
 
-def _found(subject: str, progress: Progress) -> dict[str, Any]:
-    from exl3kit import engine, lock, recipes
+def _found(subject: str, nodes: str | None, progress: Progress) -> dict[str, Any]:
+    from exl3kit import lock, recipes
     from exl3kit import symbols as kernels
+    from exl3kit.nodes import open_nodes
 
     path = Path(subject)
     if path.is_file() and path.suffix not in (".yaml", ".yml"):
@@ -79,23 +80,30 @@ def _found(subject: str, progress: Progress) -> dict[str, Any]:
     if path.is_file() or subject in {shipped.stem for shipped in recipes.shipped()}:
         need = _need_of_recipe(subject)
         reference = lock.make_lock(recipes.load(subject)).tag
-    client, _ = engine.open_local()
-    with kernels.from_image(client, reference) as library:
-        return {**kernels.verify(library, need, progress), "file": reference}
+    with open_nodes(nodes or "local") as opened, kernels.from_image(opened[0].engine, reference) as library:
+        return {**kernels.verify(library, need, progress), "file": reference, "image": reference}
 
 
-def _on_nodes(report: dict[str, Any], named: str) -> dict[str, Any]:
+def _on_nodes(report: dict[str, Any], named: str, progress: Progress) -> dict[str, Any]:
+    """Hold the library against the GPUs that the nodes' drivers list; one of an image is imported and called there."""
     from exl3kit import gpus
+    from exl3kit import symbols as kernels
     from exl3kit.nodes import open_nodes
 
     found: dict[str, list[str]] = {}
+    called: dict[str, Any] = {}
     errors = list(report["errors"])
     with open_nodes(named) as opened:
         for node in opened:
             there = gpus.ask(node)
             found[node.name] = [f"{gpu.name} ({gpu.capability})" for gpu in there]
-            errors += [f"node {node.name}: {what}" for what in gpus.unserved(there, report)]
-    return {**report, "nodes": found, "errors": errors, "ok": not errors}
+            faults = gpus.unserved(there, report)
+            if "image" in report and not faults:
+                with progress.stage(f"kernels called on {node.name}"):
+                    called[node.name] = kernels.call_on(node, report["image"])
+                faults = called[node.name]["errors"]
+            errors += [f"node {node.name}: {what}" for what in faults]
+    return {**report, "nodes": found, "called": called, "errors": errors, "ok": not errors}
 
 
 def _need_of_recipe(reference: str) -> Need:
@@ -124,6 +132,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(f"PTX: {', '.join(report['ptx']) or 'none'}; ABI {report['abi']}; needs {needs}")
     for node, gpus in report.get("nodes", {}).items():
         console.print(f"node {node}: {', '.join(gpus)}")
+    for node, answer in report.get("called", {}).items():
+        for gpu in answer["gpus"]:
+            worst = max(gpu.get("error", {"": 0.0}).values())
+            console.print(f"called on {node}, {gpu['name']}: {len(answer['instances'])} kernels, error {worst:.1e}")
     for warning in report["warnings"]:
         console.print(f"[yellow]warning:[/] {warning}")
     for error in report["errors"]:
