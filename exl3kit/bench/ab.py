@@ -13,6 +13,8 @@ from exl3kit.bench.comparison import Boot, Comparison
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from exl3kit.bench.records import Campaign, Recorder
     from exl3kit.bench.targets import Target
     from exl3kit.nodes import Node
@@ -114,6 +116,13 @@ def unequal(boots: Sequence[Mapping[str, Any]], named: Sequence[str]) -> list[st
         told += [f"boot {boot['number']} ({boot['arm']}) differs from the first in {line}" for line in
                  differences.told(other)]  # fmt: skip
     return told
+
+
+def refusal(found: Comparison, where: str, folder: Path) -> KitError | None:
+    """The error (benchmark) of a campaign that proves nothing, or None; no effect is a result like another."""
+    if found.verdict != comparison.INVALID:
+        return None
+    return campaign.refusal(campaign.Outcome([], found.faults, folder), where)
 
 
 # With the kit's own deployments ---------------------------------------------------------------------------------------

@@ -290,49 +290,44 @@ def cpu_name() -> str:
 # Scores, for parity ---------------------------------------------------------------------------------------------------
 
 
-def packed(logprobs: Mapping[Any, Any], size: int) -> str:
+def packed(logprobs: Mapping[Any, Any]) -> str:
     """One distribution over the vocabulary as base64 of little-endian float32; refused unless every token is there."""
+    size = len(logprobs)
     values = array("f", [float("nan")]) * size
     for token, value in logprobs.items():
-        values[int(token)] = value["logprob"] if isinstance(value, dict) else value
-    missing = sum(value != value for value in values)
-    if missing:
-        raise Unanswered(f"{missing} of {size} tokens have no log-probability: serve with --max-logprobs -1")
+        if int(token) < size:
+            values[int(token)] = value["logprob"] if isinstance(value, dict) else value
+    if any(value != value for value in values):
+        raise Unanswered(f"{size} log-probabilities came, and they are not those of tokens 0 to {size - 1}")
     if sys.byteorder == "big":
         values.byteswap()
     return base64.b64encode(values.tobytes()).decode()
 
 
-def forced(server: Server, model: str, ids: Sequence[int], size: int) -> Iterator[dict[str, Any]]:
-    """Every position of a given text: what the model thinks comes next, over the whole vocabulary (prefill)."""
-    body = {
-        "model": model,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "temperature": 0,
-        "prompt_logprobs": -1 if size else 0,
-    }
+def forced(server: Server, model: str, ids: Sequence[int], *, whole: bool) -> Iterator[dict[str, Any]]:
+    """Every position of a given text: the log-probabilities of the `whole` vocabulary, or of its own token alone."""
+    body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0}
+    body["prompt_logprobs"] = -1 if whole else 0
     told = server.ask("/v1/completions", body)["choices"][0]["prompt_logprobs"]
     for position, entry in enumerate(told):
         if entry is not None:
             token = ids[position]
             row = {"at": position, "token": token, "logprob": entry[str(token)]["logprob"]}
-            yield {**row, "all": packed(entry, size)} if size else row
+            yield {**row, "all": packed(entry)} if whole else row
 
 
-def generated(server: Server, model: str, ids: Sequence[int], count: int, size: int) -> list[dict[str, Any]]:
+def generated(server: Server, model: str, ids: Sequence[int], count: int) -> list[dict[str, Any]]:
     """`count` greedy tokens after `ids`, each with the distribution that it was taken from."""
     body = {"model": model, "prompt": list(ids), "max_tokens": count, "ignore_eos": True, "temperature": 0,
             "logprobs": -1, "return_tokens_as_token_ids": True, "return_token_ids": True}  # fmt: skip
     choice = server.ask("/v1/completions", body)["choices"][0]
     rows = []
     for token, entry in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True):
-        by_id = {name.removeprefix("token_id:"): value for name, value in entry.items()}
-        rows.append({"token": token, "all": packed(by_id, size)})
+        rows.append({"token": token, "all": packed({name.removeprefix("token_id:"): v for name, v in entry.items()})})
     return rows
 
 
-def followed(server: Server, model: str, prompt: Sequence[int], steps: Sequence[int], size: int) -> Iterator[Any]:
+def followed(server: Server, model: str, prompt: Sequence[int], steps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Decode steps along tokens that another run chose: `{step, token, all}` of each step that was one.
 
     Where this server chooses otherwise, it is put back on the way with a longer prompt. The first token after a prompt
@@ -340,7 +335,7 @@ def followed(server: Server, model: str, prompt: Sequence[int], steps: Sequence[
     """
     done = 0
     while done < len(steps):
-        rows = generated(server, model, [*prompt, *steps[:done]], len(steps) - done, size)
+        rows = generated(server, model, [*prompt, *steps[:done]], len(steps) - done)
         for offset, row in enumerate(rows):
             step = done + offset
             if offset > 0:
@@ -353,26 +348,40 @@ def followed(server: Server, model: str, prompt: Sequence[int], steps: Sequence[
 
 
 def score(server: Server, model: str, job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Distributions over a text and along decode steps; `job`: `text`, `tokens`, `window`, `vocabulary`, `decode`."""
-    size = int(job["vocabulary"])
+    """Distributions over a text (`prefill`) and along decode steps (`decode`), and the log-likelihood of the text.
+
+    `job`: `text`, `tokens` of it in windows of `window`, `prompts` to decode `count` tokens after, `steps` of another
+    run to follow (by number of the prompt), and `entries`: where a window would hold more numbers than that, `contexts`
+    positions of the text are looked at instead of all.
+    """
     ids = server.ask("/tokenize", {"model": model, "prompt": job["text"]})["tokens"][: int(job["tokens"])]
+    size = len(base64.b64decode(generated(server, model, ids[:8], 1)[0]["all"])) // 4
     window = int(job["window"])
+    whole = size * window <= int(job["entries"])
+    yield {"kind": "vocabulary", "size": size, "tokens": len(ids), "all_positions": whole}
     for start in range(0, len(ids), window):
         part = ids[start : start + window]
         if len(part) > 1:
-            for row in forced(server, model, part, size):
+            for row in forced(server, model, part, whole=whole):
                 yield {"kind": "prefill", **row, "at": start + row["at"]}
-    for number, words in enumerate(job["decode"]["prompts"]):
+    for end in [] if whole else spaced(len(ids), int(job["contexts"])):
+        (row,) = generated(server, model, ids[max(0, end - window) : end], 1)
+        yield {"kind": "prefill", "at": end, "token": ids[end], "all": row["all"]}
+    for number, words in enumerate(job["prompts"]):
         prompt = server.ask("/tokenize", {"model": model, "prompt": words})["tokens"]
-        steps = (job["decode"].get("steps") or {}).get(str(number))
+        steps = (job.get("steps") or {}).get(str(number))
         if steps is None:
-            rows = generated(server, model, prompt, int(job["decode"]["count"]), size)
+            rows = generated(server, model, prompt, int(job["count"]))
             yield {"kind": "steps", "prompt": number, "tokens": [row["token"] for row in rows]}
-            yield from ({"kind": "decode", "prompt": number, "step": step, **row}
-                        for step, row in enumerate(rows) if step > 0)  # fmt: skip
+            found: Iterator[dict[str, Any]] = iter([{"step": step, **row} for step, row in enumerate(rows)][1:])
         else:
-            for row in followed(server, model, prompt, steps, size):
-                yield {"kind": "decode", "prompt": number, **row}
+            found = followed(server, model, prompt, steps)
+        yield from ({"kind": "decode", "prompt": number, **row} for row in found)
+
+
+def spaced(length: int, count: int) -> list[int]:
+    """`count` positions from 1 to length - 1, evenly."""
+    return sorted({1 + number * (length - 1) // count for number in range(count)} - {length})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from exl3kit.errors import ExitCode, KitError
 
 SCHEMA = 1
 FILE = "campaign.jsonl"
+PLURAL = {"boot": "boots", "observation": "observations", "position": "positions", "result": "results"}
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Campaign:
     head: dict[str, Any] = field(default_factory=dict)
     boots: list[dict[str, Any]] = field(default_factory=list)
     observations: list[dict[str, Any]] = field(default_factory=list)
+    positions: list[dict[str, Any]] = field(default_factory=list)  # of a parity run
     results: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -77,12 +79,8 @@ def read(folder: Path) -> Campaign:
         kind = record.pop("record", None)
         if kind == "campaign":
             campaign.head = record
-        elif kind == "boot":
-            campaign.boots.append(record)
-        elif kind == "observation":
-            campaign.observations.append(record)
-        elif kind == "result":
-            campaign.results.append(record)
+        elif kind in PLURAL:
+            getattr(campaign, PLURAL[kind]).append(record)
         else:
             raise _unreadable(path, f"line {number} is of no known kind ({kind!r})")
     if campaign.head.get("schema") != SCHEMA:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,16 +113,15 @@ def opened(
         yield deployed(loaded, containers.find(reached, loaded.name))
 
 
-def described(target: Target, recipe: Recipe | None) -> dict[str, Any]:
+def described(target: Target) -> dict[str, Any]:
     """The head record's part about what is measured: recipe and lock in full, and the server's facts."""
     told: dict[str, Any] = {"target": target.place.name, "facts": {**target.facts, "metrics": None}}
-    if recipe is not None:
-        from exl3kit import lock
-
-        locked = lock.make_lock(recipe)
-        told |= {"recipe": recipe.model_dump(mode="json"), "stamp": locked.stamp, "lock": as_plain(locked.data)}
-    return told
+    return told | (recorded(target.recipe) if target.recipe is not None else {})
 
 
-def as_plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(data)
+def recorded(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as receipts hold it, with the whole lock of its image."""
+    from exl3kit import lock
+
+    locked = lock.make_lock(recipe)
+    return {"recipe": recipe.model_dump(mode="json"), "stamp": locked.stamp, "lock": locked.data}

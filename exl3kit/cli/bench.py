@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from exl3kit.bench.campaign import Outcome
+    from exl3kit.bench.comparison import Comparison
     from exl3kit.bench.plans import Step
     from exl3kit.bench.targets import Target
+    from exl3kit.recipe import Recipe
 
 app = typer.Typer(help="Measure what is served, and refuse figures that mean nothing.", no_args_is_help=True)
 
@@ -29,6 +31,9 @@ KeyFile = Annotated[str | None, typer.Option("--key-file", help="File with the A
 Out = Annotated[Path | None, typer.Option("--out", help="New folder for the receipts; else bench/TIME-VERB.")]
 Count = Annotated[int, typer.Option("--count", min=1, help="Observations of each rung; fewer than 5 are not valid.")]
 MaxCv = Annotated[float, typer.Option("--max-cv", min=0, help="Largest coefficient of variation within a boot.")]
+Against = Annotated[str | None, typer.Argument(metavar="[B]", help="Recipe of the second arm; else as the first.")]
+SetsA = Annotated[list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="Override a key in the first arm.")]
+SetsB = Annotated[list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="Override a key in the second arm.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Accept fewer than 5 observations: for trying, not for figures.")]
 
 LEAST = 5  # as in `exl3kit.bench.plans`, which is not imported before a verb runs
@@ -109,6 +114,93 @@ def decode(
         _measure("decode", target, steps, folder(out, "decode"), max_cv, as_json)
 
 
+@app.command("ab")
+def ab(
+    recipe: args.RecipeArg,
+    against: Against = None,
+    nodes: Nodes = "local",
+    sets: args.SetOption = None,
+    a_sets: SetsA = None,
+    b_sets: SetsB = None,
+    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
+    count: Count = LEAST,
+    boots: Annotated[int, typer.Option("--boots", help="How many; they alternate and begin and end with A.")] = 5,
+    max_cv: MaxCv = 0.15,
+    quick: Quick = False,
+    out: Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Compare cold prefill of two arms over alternating boots; exit code 8 when the campaign proves nothing.
+
+    The recipe is brought up and taken down for every boot. All of the environment but what the arms name must be equal,
+    and a tier that an arm names must have done the rows.
+    """
+    import contextlib
+
+    from exl3kit.bench import ab as campaign
+    from exl3kit.bench import differences, targets
+    from exl3kit.bench.records import Recorder
+    from exl3kit.nodes import open_nodes
+    from exl3kit.progress import Progress
+
+    by_arm = dict(zip("AB", arms(recipe, against, sets, a_sets, b_sets), strict=True))
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    recorder = Recorder(folder(out, "ab"))
+    with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
+        named = campaign.named_differences(by_arm["A"], by_arm["B"], opened)
+        for line in differences.told(named):
+            progress.tell(f"the arms differ in {line}")
+        question = campaign.Question(
+            rungs=numbers(rungs, "--rungs"), count=count, boots=boots, least=1 if quick else LEAST, max_cv=max_cv,
+            named=list(named), tiers={arm: loaded.exl3.tier for arm, loaded in by_arm.items()},
+        )  # fmt: skip
+        told = {name: targets.recorded(by_arm[arm]) for name, arm in (("a", "A"), ("b", "B"))}
+        recorder.begin("ab", {**question.as_json(), **told})
+        found = campaign.run(question, lambda arm: campaign.booted(by_arm[arm], opened, progress), recorder, progress)
+    if as_json:
+        output.emit({**found.as_json(), "named": differences.told(named), "receipts": str(recorder.folder)})
+    else:
+        show_comparison(found, console)
+        console.print(f"receipts: {recorder.folder}", markup=False)
+    if error := campaign.refusal(found, by_arm["A"].name, recorder.folder):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
+def arms(
+    recipe: str, against: str | None, sets: list[str] | None, a_sets: list[str] | None, b_sets: list[str] | None
+) -> tuple[Recipe, Recipe]:
+    """The recipes of the two arms: `--set` holds for both, `--a` and `--b` for one."""
+    from exl3kit import recipes
+
+    both = list(sets or ())
+    return recipes.load(recipe, both + (a_sets or [])), recipes.load(against or recipe, both + (b_sets or []))
+
+
+def show_comparison(found: Comparison, console: Console) -> None:
+    """One line per rung, the one claim, and what is wrong."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "A", "B", "B/A", "interval", "CV A", "CV B", "all apart"):
+        table.add_column(column, justify="right" if column else "left")
+    for rung in found.rungs:
+        one = rung.effect
+        interval = f"{one.low:.3f}-{one.high:.3f}"
+        spread = (f"{rung.cv_a:.1%}", f"{rung.cv_b:.1%}", "yes" if rung.separated else "no")
+        table.add_row(rung.name, f"{rung.a:,.0f}", f"{rung.b:,.0f}", f"{one.ratio:.3f}", interval, *spread)
+    console.print(table, markup=False)
+    if found.effect:
+        one = found.effect
+        console.print(
+            f"B/A over all rungs: {one.ratio:.3f}, {1 - one.level:.0%} interval {one.low:.3f} to {one.high:.3f}, "
+            f"{one.boots[0]} + {one.boots[1]} boots; A drifted by {one.drift - 1:+.1%}"
+        )
+    for fault in found.faults:
+        console.print(f"invalid: {fault}", markup=False, style="red")
+    console.print(f"verdict: {found.verdict} ({found.why})", markup=False)
+
+
 @contextmanager
 def _target(
     recipe: str | None, sets: list[str] | None, nodes: str, url: str | None, key_file: str | None
@@ -128,7 +220,7 @@ def _measure(verb: str, target: Target, steps: Sequence[Step], where: Path, max_
 
     console = output.console(as_json=as_json)
     recorder = Recorder(where)
-    recorder.begin(verb, {**targets.described(target, target.recipe), "max_cv": max_cv})
+    recorder.begin(verb, {**targets.described(target), "max_cv": max_cv})
     outcome = campaign.run(target, steps, recorder, Progress(console), max_cv=max_cv)
     if as_json:
         output.emit(outcome.as_json())

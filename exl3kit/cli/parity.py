@@ -1,0 +1,89 @@
+"""`kit parity`: whether two ways of computing a model give the same distributions."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl3kit.cli import args, bench, output
+from exl3kit.cli.serve import stoppable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from exl3kit.bench.parity import Parity
+
+
+def parity(
+    recipe: args.RecipeArg,
+    against: bench.Against = None,
+    nodes: bench.Nodes = "local",
+    sets: args.SetOption = None,
+    a_sets: bench.SetsA = None,
+    b_sets: bench.SetsB = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the given text.")] = 1024,
+    window: Annotated[int, typer.Option("--window", min=8, help="Tokens of one prompt.")] = 200,
+    decode: Annotated[int, typer.Option("--decode", min=2, help="Decode steps after each of two prompts.")] = 64,
+    limit: Annotated[
+        float | None, typer.Option("--limit", min=0, help="Mean KLD in nats that still counts as the same.")
+    ] = None,
+    out: bench.Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Compare two arms' whole next-token distributions, in prefill and in decode, beside an unchanged control.
+
+    Boots A, A again (the control) and B. Exit code 5 when B is another model than A, 8 when nothing can be said.
+    """
+    from exl3kit.bench import ab, targets
+    from exl3kit.bench import parity as compared
+    from exl3kit.bench.records import Recorder
+    from exl3kit.nodes import open_nodes
+    from exl3kit.progress import Progress
+
+    first, second = (compared.scoring(one) for one in bench.arms(recipe, against, sets, a_sets, b_sets))
+    question = compared.Question(tokens, window, decode, compared.limit_for(first, second) if limit is None else limit)
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    recorder = Recorder(bench.folder(out, "parity"))
+    scores: list[compared.Scores] = []
+    with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
+        named = ab.named_differences(first, second, opened)
+        recorder.begin("parity", {"a": targets.recorded(first), "b": targets.recorded(second), "named": list(named),
+                                  "question": question.settings()})  # fmt: skip
+        for number, (arm, loaded) in enumerate((("A", first), ("A", first), ("B", second))):
+            with ab.booted(loaded, opened, progress) as target:
+                recorder.write("boot", {"number": number, "arm": arm, "environment": target.environment(),
+                                        "before": target.receipts()})  # fmt: skip
+                scores.append(compared.score(target, question, progress, f"score {arm}", scores[0] if scores else None))
+        reference, control, other = scores
+        found = compared.judge(reference, control, other, question)
+        for position in compared.positions(reference, control, other):
+            recorder.write("position", position)
+        recorder.write("result", found.as_json())
+    if as_json:
+        output.emit({**found.as_json(), "receipts": str(recorder.folder)})
+    else:
+        show(found, console)
+        console.print(f"receipts: {recorder.folder}", markup=False)
+    if error := compared.refusal(found, first.name):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
+def show(found: Parity, console: Console) -> None:
+    """The control's line above the other arm's, kind by kind; then the verdict."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "positions", "mean KLD", "largest", "at", "top-1 alike", "log-likelihood per token"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, differences in (("A again", found.control), ("B", found.other)):
+        for one in differences:
+            said = " / ".join(f"{value:.6f}" for value in one.likelihood) if one.likelihood else "-"
+            figures = (f"{one.mean:.3e}", f"{one.largest:.3e}", str(one.at), f"{one.agreement:.2%}")
+            table.add_row(f"{name}, {one.kind}", str(one.positions), *figures, said)
+    console.print(table, markup=False)
+    for sentence in found.sentences:
+        console.print(sentence, markup=False)
+    console.print(f"verdict: {found.verdict}", markup=False)
