@@ -20,7 +20,7 @@ ENGINE = {
     "trixie": "docker.io,docker-cli,docker-buildx,docker-compose",
     "bookworm": "docker.io,mount",  # engine 20.10: no buildx package, and its compose is the Python one
 }
-COMFORT = "openssh-server,iproute2,iptables,iputils-ping,ca-certificates,procps,busybox-static"
+COMFORT = "openssh-server,iproute2,iptables,iputils-ping,ca-certificates,procps,rsync,busybox-static"
 BARE = "python3,git,ca-certificates"
 OPERATOR_RELEASE = "trixie"  # whose docker, buildx, compose and iptables the operator's side uses
 
