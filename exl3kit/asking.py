@@ -6,6 +6,7 @@ no polling over ssh, and the API needs to listen nowhere but on the container's 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from exl3kit.containers import Standing
 
 RANK = ("python3", "-m", "exl3_vllm.rank")
@@ -67,24 +70,32 @@ def complete(head: Standing, model: str, prompt: str, max_tokens: int, *, wait_s
 def ask(head: Standing, path: str, body: Mapping[str, Any] | None, *, wait_s: float) -> Answer:
     """One request to the API of rank 0, after waiting for it to come up."""
     request = {"path": path, "body": body, "wait_s": wait_s, "timeout_s": ANSWER_SECONDS}
-    told = run(head, ["--ask", json.dumps(request)], patience=wait_s + ANSWER_SECONDS + REPORT_SECONDS)
+    told = run(head, [*RANK, "--ask", json.dumps(request)], patience=wait_s + ANSWER_SECONDS + REPORT_SECONDS)
     return Answer(int(told["status"]), float(told["seconds"]), float(told["waited"]), told["answer"])
 
 
 def report(rank: Standing) -> dict[str, Any]:
-    """What a running rank says of itself: `{status, unhealthy, receipts}` (see `exl3_vllm.rank.report`)."""
-    return run(rank, ["--report"], patience=REPORT_SECONDS)
+    """What a running rank says of itself (docs/gang.md lists the keys)."""
+    return run(rank, [*RANK, "--report"], patience=REPORT_SECONDS)
 
 
-def run(rank: Standing, arguments: list[str], *, patience: float) -> dict[str, Any]:
-    """Run the container's own `exl3_vllm.rank` with `arguments`; its one JSON object."""
+def program(rank: Standing, module: ModuleType, *, patience: float) -> dict[str, Any]:
+    """Run a module of `exl3kit.aboard` in the container of a running rank; its one JSON object."""
+    return run(rank, ["python3", "-I", "-c", inspect.getsource(module)], patience=patience)
+
+
+def run(rank: Standing, argv: list[str], *, patience: float) -> dict[str, Any]:
+    """Run a program in the rank's container; the one JSON object that it prints.
+
+    Raises `KitError` (serving) when it cannot be run or prints none.
+    """
     from docker.errors import APIError
     from requests import RequestException
 
     name = str(rank.container.name)
     try:
         with rank.node.patient_engine(patience) as engine:
-            started = engine.api.exec_create(rank.container.id, [*RANK, *arguments])
+            started = engine.api.exec_create(rank.container.id, argv)
             stdout, stderr = engine.api.exec_start(started["Id"], demux=True)
         return dict(json.loads(stdout or b""))
     except (APIError, RequestException, OSError) as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -54,6 +55,15 @@ class Standing:
     @property
     def exit_code(self) -> int:
         return int(self.container.attrs["State"]["ExitCode"])
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.container.attrs["HostConfig"].get("DeviceRequests"))
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine has started it again by itself."""
+        return int(self.container.attrs.get("RestartCount") or 0)
 
     @property
     def health(self) -> str | None:
@@ -218,6 +228,7 @@ def create(node: Node, deployment: Deployment) -> list[Standing]:
             labels = {LABEL + "deployment": deployment.name, LABEL + "generation": deployment.generation}
             node.engine.networks.create(deployment.project, driver="bridge", labels=labels, check_duplicate=True)
         for rank in deployment.on(node.name):
+            node.engine.volumes.create(rank.volume, labels={LABEL + "deployment": deployment.name})
             version = str(api.api_version)
             arguments = creation(described[rank.service], rank.env, deployment.project, version)
             made.append(Standing(node, node.engine.containers.get(api.create_container(**arguments)["Id"])))
@@ -286,22 +297,77 @@ def look_again(one: Standing) -> None:
         raise one.node.error(what, code=ExitCode.SERVING) from error
 
 
-def take_down(
-    nodes: Iterable[Node], deployment: str, *, generation: str | None = None, grace: int = render.GRACE_S
-) -> list[str]:
-    """Stop and remove a deployment's containers and networks on every node, side by side; returns their names.
+def last_exit_code(one: Standing) -> int | None:
+    """The exit code with which a container last ended, also when its engine has started it again (None: forgotten).
 
-    A node that fails does not keep the others from being cleared.
+    The engine keeps the code of a container that runs nowhere but in its events.
+    """
+    if one.state not in ("running", "restarting"):
+        return one.exit_code
+    with answering(one.node):
+        engine = one.node.engine
+        now = int(datetime.fromisoformat(engine.info()["SystemTime"][:19] + "+00:00").timestamp())  # the node's clock
+        wanted = {"container": one.container.id, "event": "die"}
+        told = engine.events(since=now - 3600, until=now + 1, filters=wanted, decode=True)
+        codes = [int(event["Actor"]["Attributes"]["exitCode"]) for event in told]
+    return codes[-1] if codes else None
+
+
+def require_own_names(nodes: Iterable[Node], deployment: Deployment) -> None:
+    """Refuse when a container that is not the deployment's has one of its names, as of a recipe `a.b` beside `a-b`.
+
+    Raises `KitError` (preflight) that names the other.
+    """
+    wanted = {rank.container: rank.node for rank in deployment.ranks}
+    for node in nodes:
+        with answering(node):
+            listed = node.engine.containers.list(all=True, filters={"name": deployment.project}, ignore_removed=True)
+        for container in listed:
+            owner = container.labels.get(LABEL + "deployment")
+            if wanted.get(str(container.name)) == node.name and owner != deployment.name:
+                raise node.error(
+                    f"the container {container.name} is not of {deployment.name}",
+                    why=f"it is of the deployment {owner}" if owner else "the kit did not make it",
+                    next_step=f"`kit down {owner}`, or rename the recipe"
+                    if owner
+                    else "remove it, or rename the recipe",
+                    code=ExitCode.PREFLIGHT,
+                )
+
+
+def take_down(
+    nodes: Iterable[Node],
+    deployment: str,
+    *,
+    generation: str | None = None,
+    grace: int = render.GRACE_S,
+    volumes: bool = False,
+) -> list[str]:
+    """Stop and remove a deployment's containers and networks on every node, and `volumes` when told; gives their names.
+
+    The head is stopped first: it answers what it has while its ranks still compute. A node that fails does not keep the
+    others from being cleared.
 
     Raises `KitError`: unreachable for a node that does not answer, serving when something is still there afterwards.
     """
     nodes = {node.engine_url: node for node in nodes}.values()  # `local,local` is one engine
     with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
+        wait([pool.submit(stop_head, node, deployment, generation, grace) for node in nodes])
         clearings = [pool.submit(clear, node, deployment, generation, grace) for node in nodes]
+        if volumes:
+            wait(clearings)
+            clearings += [pool.submit(remove_volumes, node, deployment) for node in nodes]
     failures = [error for clearing in clearings if (error := clearing.exception()) is not None]
     if failures:
         raise failures[0]
     return sorted({name for clearing in clearings for name in clearing.result()})
+
+
+def stop_head(node: Node, deployment: str, generation: str | None, grace: int) -> None:
+    """Stop (not remove) rank 0 where it runs; what fails here fails again when the node is cleared."""
+    for one in find([node], deployment, generation):
+        if one.rank == 0 and one.state == "running":
+            one.container.stop(timeout=grace)
 
 
 def clear(node: Node, deployment: str, generation: str | None, grace: int) -> list[str]:
@@ -320,6 +386,15 @@ def clear(node: Node, deployment: str, generation: str | None, grace: int) -> li
             code=ExitCode.SERVING,
         )
     return [str(one.container.name) for one in standing]
+
+
+def remove_volumes(node: Node, deployment: str) -> list[str]:
+    """Remove what the ranks kept for their next start (compile caches, post-mortems); gives the volumes' names."""
+    with answering(node):
+        found = node.engine.volumes.list(filters={"label": f"{LABEL}deployment={deployment}"})
+        for volume in found:
+            volume.remove(force=True)
+    return [str(volume.name) for volume in found]
 
 
 def remove(standing: Standing, grace: int) -> None:

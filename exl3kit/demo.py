@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import asking, containers, ports, recipes, serve
+from exl3kit import asking, containers, ports, proving, recipes, serve
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def questioned(model: str, recipe: Recipe, serving: Serving) -> Iterator[Told]:
         answer = asking.complete(serving.head, recipe.served_name, pair["question"], LONGEST, wait_s=10)
         refusal = answer.refusal()
         if refusal is not None:
-            raise serve.no_service(serving.standing, f"no answer to {pair['question']!r}", refusal)
+            raise proving.no_service(serving.standing, f"no answer to {pair['question']!r}", refusal)
         yield Told(model, pair["question"], answer.text, answer.text == pair["answer"], answer.tokens, answer.seconds)
 
 

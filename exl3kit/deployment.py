@@ -121,6 +121,7 @@ class Deployment:
             "rank": str(rank.rank),
             "ranks": str(len(self.ranks)),
             "node": rank.node,
+            "nodes": ",".join(one.node for one in self.ranks),
             "generation": self.generation,
             "stamp": self.stamp,
             "spec": self.spec,
@@ -332,9 +333,7 @@ def network(recipe: Recipe, rank: int, placement: Sequence[str], facts: Mapping[
     return found | {"NCCL_DEBUG_FILE": f"{RUN_DIR}/{fabric.LOG_FILE}"} if found else {}
 
 
-def identity(
-    recipe: Recipe, rank: int, stamp: str, generation: str, *, key: bool, peers: str | None
-) -> dict[str, str]:
+def identity(recipe: Recipe, rank: int, stamp: str, generation: str, *, key: bool, peers: str | None) -> dict[str, str]:
     """Environment that says which rank this is and how its EXL3 layers run; no recipe's `serve.env` overrides it."""
     env = {}
     if recipe.exl3.prefill_reconstruct_m != "auto":

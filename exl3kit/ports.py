@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from exl3kit.nodes import Node
 
 LISTENING = "0A"  # the state's code in /proc/net/tcp
+BOUND = "07"  # and in /proc/net/udp
 
 
 def require_free(node: Node, wanted: Iterable[int], *, spare: str) -> None:
@@ -35,17 +36,34 @@ def require_free(node: Node, wanted: Iterable[int], *, spare: str) -> None:
         )
 
 
+def require_free_udp(node: Node, port: int, *, spare: str) -> None:
+    """Refuse when the supervisors' port is taken on a node where the deployment `spare`, which makes way, does not run.
+
+    Raises `KitError` (preflight).
+    """
+    if port not in parse(node.run(["cat", "/proc/net/udp", "/proc/net/udp6"]).stdout, state=BOUND):
+        return
+    running = node.engine.containers.list(filters={"label": f"{LABEL}deployment={spare}"}, ignore_removed=True)
+    if not running:
+        raise node.error(
+            f"port {port} (UDP) is in use",
+            why="the ranks' supervisors talk over it: serve.port + 20000",
+            next_step=f"`ss -lunp sport = :{port}` there shows by what; or choose another with `--set serve.port=...`",
+            code=ExitCode.PREFLIGHT,
+        )
+
+
 def listening(node: Node) -> set[int]:
     """TCP ports that something on the node listens on."""
     return parse(node.run(["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout)
 
 
-def parse(table: str) -> set[int]:
-    """Listening ports of /proc/net/tcp and tcp6."""
+def parse(table: str, *, state: str = LISTENING) -> set[int]:
+    """Listening ports of /proc/net/tcp and tcp6, or bound ones of udp and udp6."""
     ports = set()
     for line in table.splitlines():
         words = line.split()
-        if len(words) > 3 and words[3] == LISTENING:
+        if len(words) > 3 and words[3] == state:
             ports.add(int(words[1].rpartition(":")[2], 16))
     return ports
 

@@ -13,6 +13,7 @@ from exl3kit.errors import ExitCode, KitError
 if TYPE_CHECKING:
     from exl3kit.containers import Standing
     from exl3kit.recipe import Recipe
+    from exl3kit.transport import Transport
     from exl3kit.weights import Weights
 
 
@@ -26,6 +27,14 @@ def collect(standing: Sequence[Standing]) -> list[dict[str, Any]]:
         for receipt in report["receipts"]
     ]
     return sorted(found, key=lambda receipt: int(receipt["rank"]))
+
+
+def with_transports(
+    receipts: Sequence[dict[str, Any]], standing: Sequence[Standing], ways: Sequence[Transport]
+) -> list[dict[str, Any]]:
+    """The receipts, each with the `transport` that its container really uses."""
+    told = {str(one.container.name): way.as_json() for one, way in zip(standing, ways, strict=True)}
+    return [{**receipt, "transport": told.get(str(receipt["container"]))} for receipt in receipts]
 
 
 def verify(receipts: Sequence[Mapping[str, Any]], recipe: Recipe, weights: Weights) -> None:

@@ -5,16 +5,30 @@ The state of a deployment is its containers' labels and nothing else, so any mac
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import asking, containers, facts, image, lock, node_files, ports, receipts
+from exl3kit import (
+    asking,
+    containers,
+    deploy_lock,
+    doctor,
+    facts,
+    image,
+    lock,
+    node_files,
+    ports,
+    proving,
+    receipts,
+    transport,
+)
 from exl3kit import deployment as plans
 from exl3kit import weights as weight_files
 from exl3kit.errors import ExitCode, KitError
@@ -24,6 +38,7 @@ if TYPE_CHECKING:
 
     from exl3kit.asking import Answer
     from exl3kit.containers import Standing
+    from exl3kit.deploy_lock import Locks
     from exl3kit.deployment import Deployment, NodeFacts
     from exl3kit.lock import Lock
     from exl3kit.nodes import Node
@@ -32,8 +47,6 @@ if TYPE_CHECKING:
     from exl3kit.weights import Weights
 
 READY_SECONDS = 1800.0  # loading 164 GiB from one disk and compiling takes this long at worst
-LOOK_SECONDS = 0.5  # how often the containers are looked at while the first answer is waited for
-FINAL_WORDS = 3  # lines of a dead rank's log that go into the error's sentence
 
 
 @dataclass(frozen=True)
@@ -87,48 +100,171 @@ def survey(recipe: Recipe, nodes: Sequence[Node]) -> Ground:
 
     Raises `KitError` for weights that are not whole, nodes that do not fit the recipe, or pins that are unknown.
     """
-    weights = weight_files.survey(recipe)
     locked = lock.make_lock(recipe)
     asked = facts.gather(nodes)
+    weights = weight_files.survey(recipe, nodes, asked, locked.tag)
     placement = plans.place(recipe, [asked[node.name] for node in nodes])
     used = [node for node in nodes if node.name in placement]
     return Ground(recipe, locked, weights, used, asked, placement)
 
 
-def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, *, ready_s: float = READY_SECONDS) -> Serving:
+def up(
+    recipe: Recipe,
+    nodes: Sequence[Node],
+    progress: Progress,
+    *,
+    ready_s: float = READY_SECONDS,
+    break_lock: bool = False,
+    force: bool = False,
+) -> Serving:
     """Bring a recipe up; nothing happens when exactly this already serves.
 
-    What was started is taken away again when it does not come to serve, whatever the reason, Ctrl-C included.
+    Everything that may refuse does so before anything that runs is stopped. What was started is taken away again when
+    it does not come to serve, whatever the reason, Ctrl-C included.
 
-    Raises `KitError`: preflight, build, verification, or serving.
+    Raises `KitError`: preflight (another operator at work among it), build, verification, or serving.
     """
+    with deploy_lock.hold(nodes, f"up {recipe.name}", break_lock=break_lock) as locks:
+        ground, standing = look(recipe, nodes, progress, locks)
+        deployment = ground.plan(new_generation())
+        if is_serving(standing, deployment):
+            try:
+                with progress.stage("ask what already serves"):
+                    return proven(standing, ground, deployment, asking.ANSWER_SECONDS, started=False)
+            except KitError as silent:
+                progress.tell(f"what stands there does not serve and is started anew: {silent.what}")
+        elif standing:
+            progress.tell(f"what stands there is to be replaced: {difference(standing, deployment)}")
+        return replace(ground, deployment, progress, locks, ready_s=ready_s, force=force)
+
+
+def restart(
+    recipe: Recipe,
+    nodes: Sequence[Node],
+    progress: Progress,
+    *,
+    ready_s: float = READY_SECONDS,
+    break_lock: bool = False,
+    force: bool = False,
+) -> Serving:
+    """Replace what stands of a recipe as a gang, also when it is the same; nothing is stopped unless all can start.
+
+    Raises `KitError` as `up` does, and preflight when nothing of the recipe stands.
+    """
+    with deploy_lock.hold(nodes, f"restart {recipe.name}", break_lock=break_lock) as locks:
+        ground, standing = look(recipe, nodes, progress, locks)
+        if not standing:
+            raise KitError(
+                f"no rank of {recipe.name} is there to restart",
+                where=", ".join(node.name for node in nodes),
+                next_step=f"`kit up {recipe.name}` with the same --nodes",
+                code=ExitCode.PREFLIGHT,
+            )
+        return replace(ground, ground.plan(new_generation()), progress, locks, ready_s=ready_s, force=force)
+
+
+def look(recipe: Recipe, nodes: Sequence[Node], progress: Progress, locks: Locks) -> tuple[Ground, list[Standing]]:
+    """The ground of a recipe and what stands of it there."""
+    for sentence in locks.broken:
+        progress.tell(sentence)
     with progress.stage("look at nodes and weights"):
         ground = survey(recipe, nodes)
-        deployment = ground.plan(new_generation())
-    standing = containers.find(ground.nodes, deployment.name)
-    if is_serving(standing, deployment):
-        try:
-            with progress.stage("ask what already serves"):
-                answer = prove(standing, recipe, deadline_s=asking.ANSWER_SECONDS)
-                return Serving(deployment, standing, answer, proven_receipts(standing, ground), started=False)
-        except KitError as silent:
-            progress.tell(f"what stands there does not serve and is started anew: {silent.what}")
-    check_ports(ground, deployment)
-    key = api_key(recipe)
+        standing = containers.find(ground.nodes, recipe.name)
+    for sentence in strays(standing, [node.name for node in ground.nodes]):
+        progress.tell(sentence)
+    return ground, standing
+
+
+def replace(
+    ground: Ground, deployment: Deployment, progress: Progress, locks: Locks, *, ready_s: float, force: bool = False
+) -> Serving:
+    """Put a deployment in the place of what stands under its name: first whatever may refuse, then stop, then start."""
+    with progress.stage("preflight") as stage:
+        key, warnings = preflight(ground, deployment, force=force)
+        stage.conclude(f"{len(warnings)} warnings" if warnings else "nothing speaks against it")
+    for sentence in warnings:
+        progress.tell(sentence)
     prepare(ground, progress)
-    if standing:
-        with progress.stage("stop the deployment that stood before"):
-            containers.take_down(ground.nodes, deployment.name)
+    locks.check()
+    with progress.stage("stop what stood before") as stage:  # or a network, left of a kit that was killed
+        removed = containers.take_down(ground.nodes, deployment.name)
+        stage.conclude(", ".join(removed) or "nothing did")
+    settle(ground, deployment, progress, force=force)
     with removed_on_failure(ground.nodes, deployment):
         with progress.stage("start the ranks"):
-            containers.take_down(ground.nodes, deployment.name)  # a network may be left of a kit that was killed
             standing = start(ground, deployment, key)
         with progress.stage("first answer") as stage:
-            answer = prove(standing, recipe, deadline_s=ready_s)
-            stage.conclude(f"API up after {answer.waited:.1f} s")
-        with progress.stage("receipts"):
-            counted = proven_receipts(standing, ground)
-    return Serving(deployment, standing, answer, counted, started=True)
+            serving = proven(standing, ground, deployment, ready_s, started=True, say=stage.say)
+            stage.conclude(f"API up after {serving.answer.waited:.1f} s")
+        locks.check()
+    return serving
+
+
+def settle(ground: Ground, deployment: Deployment, progress: Progress, *, force: bool) -> None:
+    """Drop the weights' page cache, which counts against a GPU that shares the memory, and wait for free memory."""
+    with progress.stage("memory") as stage:
+        weight_files.drop_cache(ground.nodes, {rank.node: rank.model_dir for rank in deployment.ranks})
+        if not force:
+            waited = doctor.await_memory(ground.recipe, ground.weights, ground.nodes, ground.facts, deployment)
+            stage.conclude(f"came back after {waited:.0f} s" if waited > doctor.LOOK_SECONDS else "free")
+
+
+def proven(
+    standing: list[Standing],
+    ground: Ground,
+    deployment: Deployment,
+    deadline_s: float,
+    *,
+    started: bool,
+    say: Callable[[str], None] | None = None,
+) -> Serving:
+    """What stands, after a real completion, receipts that add up, and the network that the recipe asks for."""
+    answer = proving.prove(standing, ground.recipe, deadline_s=deadline_s, say=say)
+    counted = proven_receipts(standing, ground)
+    ways = transport.look(standing)
+    if ground.recipe.fabric.require == "rdma":
+        transport.require_rdma(standing, ways)
+    counted = receipts.with_transports(counted, standing, ways)
+    return Serving(deployment, standing, answer, counted, started=started)
+
+
+def preflight(ground: Ground, deployment: Deployment, *, force: bool = False) -> tuple[str | None, list[str]]:
+    """Everything that may refuse before gigabytes are copied and before anything that runs is stopped.
+
+    Gives the API's key, and what the nodes are to be warned of.
+
+    Raises `KitError` (preflight).
+    """
+    containers.require_own_names(ground.nodes, deployment)
+    ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
+    if deployment.gang_port is not None and not deployment.bridge:
+        for node in ground.nodes:
+            ports.require_free_udp(node, deployment.gang_port, spare=deployment.name)
+    key = api_key(ground.recipe)
+    return key, doctor.preflight(ground.recipe, ground.weights, ground.nodes, ground.facts, deployment, force=force)
+
+
+def difference(standing: Sequence[Standing], deployment: Deployment) -> str:
+    """Why what stands is not the deployment, in a few words."""
+    if len(standing) != len(deployment.ranks):
+        return f"{len(standing)} of {len(deployment.ranks)} ranks are there"
+    if ended := [one for one in standing if one.state != "running"]:
+        return f"rank {ended[0].rank} is {ended[0].state}"
+    if any(one.label("stamp") != deployment.stamp for one in standing):
+        return f"its image is {standing[0].label('stamp')[:12]}, and the recipe's is {deployment.stamp[:12]}"
+    if any(one.label("spec") != deployment.spec for one in standing):
+        return "its settings are others"
+    return "its ranks are of several generations"
+
+
+def strays(standing: Sequence[Standing], named: Sequence[str]) -> list[str]:
+    """A sentence for every node that ranks of a standing deployment were put on and that is not among the named."""
+    meant = {node for one in standing for node in one.label("nodes").split(",") if node}
+    name = standing[0].deployment if standing else ""
+    return [
+        f"{name} also has a rank on {node}, which --nodes leaves out: `kit down {name} --nodes {node}`"
+        for node in sorted(meant - set(named))
+    ]
 
 
 def prepare(ground: Ground, progress: Progress) -> None:
@@ -142,24 +278,8 @@ def prepare(ground: Ground, progress: Progress) -> None:
                 raise OSError("interrupted")
             stage.advance(count)
 
-        with ThreadPoolExecutor(max_workers=len(ground.nodes)) as pool:
-            brought = [
-                pool.submit(weight_files.bring, node, ground.facts[node.name], ground.weights, ground.lock.tag, advance)
-                for node in ground.nodes
-            ]
-            try:
-                wait(brought)
-            except BaseException:  # Ctrl-C: copies end at their next megabyte instead of their last
-                stopped.set()
-                raise
-        stage.conclude(
-            ", ".join(f"{node.name} {one.result()}" for node, one in zip(ground.nodes, brought, strict=True))
-        )
-
-
-def check_ports(ground: Ground, deployment: Deployment) -> None:
-    """Refuse a taken port before gigabytes are copied and before anything that runs is stopped."""
-    ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
+        told = weight_files.spread(ground.nodes, ground.facts, ground.weights, ground.lock.tag, advance, stopped)
+        stage.conclude(", ".join(f"{name} {what}" for name, what in told.items()))
 
 
 def api_key(recipe: Recipe) -> str | None:
@@ -235,10 +355,9 @@ def start(ground: Ground, deployment: Deployment, key: str | None) -> list[Stand
 
     A rank 1 that starts 25 s before rank 0 makes vLLM's start 60 s instead of 28.
     """
-    by_name = {node.name: node for node in ground.nodes}
-    key_file = deployment.ranks[0].api_key_file
-    if key is not None and key_file is not None:
-        node_files.put_secret(by_name[deployment.ranks[0].node], deployment.image, key_file, key)
+    with ThreadPoolExecutor(max_workers=len(ground.nodes)) as pool:
+        secret = secrets.token_hex(32)  # new for each start: an old rank cannot prove that it belongs to this gang
+        list(pool.map(lambda node: put_secrets(node, deployment, key, secret), ground.nodes))
     made = [one for node in ground.nodes for one in containers.create(node, deployment)]
     made.sort(key=lambda one: one.rank)
     for one in made:
@@ -246,81 +365,16 @@ def start(ground: Ground, deployment: Deployment, key: str | None) -> list[Stand
     return made
 
 
-def prove(standing: Sequence[Standing], recipe: Recipe, *, deadline_s: float) -> Answer:
-    """A real completion from the served model, while no rank has ended.
-
-    Raises `KitError` when a rank ends first (with the rank's own exit code when it refused by itself), when no
-    completion comes before the deadline, or when what comes is none.
-    """
-    question: Future[Answer] = Future()
-    threading.Thread(target=put, args=(question, standing[0], recipe, deadline_s), daemon=True).start()
-    while not wait([question], LOOK_SECONDS).done:
-        refuse_ended(standing)
-    if question.exception() is not None:
-        time.sleep(LOOK_SECONDS)  # an ended container takes its processes along before the engine calls it ended
-    refuse_ended(standing)
-    answer = question.result()
-    refusal = answer.refusal()
-    if refusal is not None:
-        raise no_service(standing, f"no completion from {recipe.served_name}", refusal)
-    return answer
-
-
-def put(question: Future[Answer], head: Standing, recipe: Recipe, deadline_s: float) -> None:
-    """Ask the probe; its answer or failure goes into `question`."""
-    probe = recipe.probe
-    try:
-        question.set_result(
-            asking.complete(head, recipe.served_name, probe.prompt, probe.max_tokens, wait_s=deadline_s)
-        )
-    except BaseException as error:  # whatever it is belongs to who waits
-        question.set_exception(error)
-
-
-def refuse_ended(standing: Sequence[Standing]) -> None:
-    """Raise `KitError` when a rank has ended; the one that ended first is named."""
-    ended = []
-    for one in standing:
-        containers.look_again(one)
-        if one.state != "running":
-            ended.append(one)
-    if not ended:
-        return
-    first = min(ended, key=lambda one: str(one.container.attrs["State"]["FinishedAt"]))
-    code = ExitCode(first.exit_code) if first.exit_code in (ExitCode.PREFLIGHT, ExitCode.VERIFICATION) else None
-    raise no_service(standing, f"rank {first.rank} ended with exit code {first.exit_code}", None, first, code)
-
-
-def no_service(
-    standing: Sequence[Standing],
-    what: str,
-    why: str | None,
-    culprit: Standing | None = None,
-    code: ExitCode | None = None,
-) -> KitError:
-    """The error for a gang that does not serve; `detail` of it holds the last log lines of every rank."""
-    culprit = culprit or standing[0]
-    logs = {f"rank {one.rank} on {one.node.name}": last_words(one) for one in standing}
-    last = [line for line in logs[f"rank {culprit.rank} on {culprit.node.name}"] if line.strip()][-FINAL_WORDS:]
-    shown = "\n".join(f"  {rank} | {line}" for rank, lines in logs.items() for line in lines)
-    return KitError(
-        what,
-        where=f"node {culprit.node.name}",
-        why=why or "its last words: " + " / ".join(last),
-        next_step=f"the last lines of each rank:\n{shown}",
-        code=code or ExitCode.SERVING,
-    )
-
-
-def last_words(one: Standing) -> list[str]:
-    """The end of a rank's log, or why it cannot be had: a failure is told also when half of it is out of reach."""
-    from docker.errors import APIError
-
-    try:
-        with containers.answering(one.node):
-            return containers.tail(one)
-    except (KitError, APIError) as error:
-        return [f"(no log: {error})"]
+def put_secrets(node: Node, deployment: Deployment, key: str | None, secret: str) -> None:
+    """Lay what the ranks of a node must know where only they can read it: the API's key, and the gang's secret."""
+    files: dict[str, str] = {}
+    for rank in deployment.on(node.name):
+        if rank.api_key_file is not None and key is not None:
+            files[rank.api_key_file] = key
+        if rank.secret_file is not None:
+            files[rank.secret_file] = secret
+    for path, text in files.items():
+        node_files.put_secret(node, deployment.image, path, text)
 
 
 def proven_receipts(standing: Sequence[Standing], ground: Ground) -> list[dict[str, Any]]:

@@ -7,10 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 
 import typer
 
-from exl3kit.cli import bench, build, demo, doctor, lock, models, output, overlay, receipts, recipe, serve, verify
+from exl3kit.cli import (
+    bench,
+    build,
+    demo,
+    doctor,
+    lock,
+    models,
+    output,
+    overlay,
+    receipts,
+    recipe,
+    serve,
+    verify,
+    watch,
+    weights,
+)
 from exl3kit.errors import ExitCode, KitError
 
 app = typer.Typer(
@@ -28,8 +44,13 @@ app.add_typer(recipe.app, name="recipe")
 app.add_typer(verify.app, name="verify")
 app.add_typer(overlay.app, name="overlay")
 app.add_typer(models.app, name="models")
+app.add_typer(weights.app, name="weights")
 app.add_typer(bench.app, name="bench")
-for verb in (serve.up, serve.down, serve.status, serve.logs, serve.render, receipts.receipts, demo.demo):
+VERBS: tuple[Callable[..., None], ...] = (
+    *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
+    *(receipts.receipts, demo.demo),
+)
+for verb in VERBS:
     app.command(verb.__name__)(verb)
 
 

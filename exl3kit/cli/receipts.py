@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROWS = (
-    "node", "container", "configured_tier", "effective_tier", "tier_reason", "layers", "trellis_tensors",
+    "node", "container", "transport", "configured_tier", "effective_tier", "tier_reason", "layers", "trellis_tensors",
     "trellis_bytes", "rates", "codebooks", "fingerprint", "shared_suh", "moe_layers_loaded", "backend",
     "kernel_targets", "prefill_layer_calls", "rows_expected", "rows_handled", "fallback_reasons", "max_rows",
     "arena_bytes", "stamp", "generation", "schema",
@@ -27,7 +27,7 @@ def receipts(
     as_json: args.JsonOption = False,
 ) -> None:
     """Receipts of all ranks side by side; exit code 5 when ranks disagree or the recipe's tier is not what runs."""
-    from exl3kit import containers, recipes
+    from exl3kit import containers, recipes, transport
     from exl3kit import receipts as counted
     from exl3kit.nodes import open_nodes
 
@@ -40,7 +40,7 @@ def receipts(
             raise KitError(
                 f"no rank of {loaded.name} runs", where=nodes, next_step=next_step, code=ExitCode.VERIFICATION
             )
-        found = counted.collect(running)
+        found = counted.with_transports(counted.collect(running), running, transport.look(running))
     idle = [one for one in standing if one.state != "running"]
     faults = [f"the container of rank {one.rank} on {one.node.name} is {one.state}" for one in idle]
     faults += counted.find_faults(found, loaded)
@@ -63,7 +63,7 @@ def show(found: list[dict[str, Any]], faults: list[str], console: Console) -> No
     marked = False
     for key in ROWS:
         told = [_short(receipt.get(key)) for receipt in found]
-        differs = len(set(told)) > 1 and key not in ("node", "container")
+        differs = len(set(told)) > 1 and key not in ("node", "container", "transport")
         marked |= differs
         table.add_row(f"{key} *" if differs else key, *told)
     console.print(table, markup=False)
@@ -76,6 +76,8 @@ def show(found: list[dict[str, Any]], faults: list[str], console: Console) -> No
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, dict) and "says" in value:
+        return str(value["says"])
     if isinstance(value, dict):
         return ", ".join(f"{name}: {count}" for name, count in value.items()) or "-"
     if isinstance(value, list):

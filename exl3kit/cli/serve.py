@@ -1,9 +1,9 @@
-"""`kit up`, `down`, `status`, `logs`, `render`: parse, call, print."""
+"""`kit up`, `down`, `restart`, `wait`, `render`: parse, call, print."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,18 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
+    from exl3kit.recipe import Probe
     from exl3kit.serve import Serving
 
 Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
-DeploymentName = Annotated[
-    str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name; all deployments when left out.")
+
+
+Ready = Annotated[float, typer.Option("--ready", help="Seconds until the first answer must have come.")]
+BreakLock = Annotated[
+    bool, typer.Option("--break-lock", help="Take the deployment lock from another operator, whose command then fails.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start though the memory does not suffice; the machine may lock up.")
 ]
 
 
@@ -39,11 +46,44 @@ def up(
     recipe: args.RecipeArg,
     nodes: Nodes = "local",
     sets: args.SetOption = None,
-    ready: Annotated[float, typer.Option("--ready", help="Seconds until the first answer must have come.")] = 1800.0,
+    ready: Ready = 1800.0,
+    break_lock: BreakLock = False,
+    force: Force = False,
     as_json: args.JsonOption = False,
 ) -> None:
     """Serve a recipe: image and weights to the nodes, ranks started, a real completion and every receipt checked."""
-    from exl3kit import recipes, serve
+    from exl3kit import serve
+
+    bring_up(serve.up, recipe, nodes, sets, ready, break_lock, force, as_json)
+
+
+def restart(
+    recipe: args.RecipeArg,
+    nodes: Nodes = "local",
+    sets: args.SetOption = None,
+    ready: Ready = 1800.0,
+    break_lock: BreakLock = False,
+    force: Force = False,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Replace what serves as a gang: everything that may refuse first, then stopped, then as `up`."""
+    from exl3kit import serve
+
+    bring_up(serve.restart, recipe, nodes, sets, ready, break_lock, force, as_json)
+
+
+def bring_up(
+    way: Callable[..., Serving],
+    recipe: str,
+    nodes: str,
+    sets: list[str] | None,
+    ready: float,
+    break_lock: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Bring a recipe up in a `way` of `exl3kit.serve` and print what serves."""
+    from exl3kit import recipes
     from exl3kit.nodes import open_nodes
     from exl3kit.progress import Progress
 
@@ -51,13 +91,13 @@ def up(
     progress = Progress(console)
     loaded = recipes.load(recipe, sets or ())
     with stoppable(), open_nodes(nodes) as opened:
-        serving = serve.up(loaded, opened, progress, ready_s=ready)
+        serving = way(loaded, opened, progress, ready_s=ready, break_lock=break_lock, force=force)
     progress.summary()
     if as_json:
         output.emit({**as_fields(serving), "seconds": progress.seconds, "wall_clock": round(progress.total_seconds, 2)})
         return
-    word = "serves" if serving.started else "was serving already"
-    console.print(f"{serving.deployment.served_name} {word} on {serving.head.node.name}: {serving.url}")
+    word = "serves" if serving.started else "was serving already, and nothing was restarted,"
+    console.print(f"{serving.deployment.served_name} {word} on {serving.head.node.name}: {serving.url}", markup=False)
 
 
 def as_fields(serving: Serving) -> dict[str, Any]:
@@ -77,20 +117,63 @@ def as_fields(serving: Serving) -> dict[str, Any]:
     }
 
 
-def down(recipe: args.RecipeArg, nodes: Nodes = "local", as_json: args.JsonOption = False) -> None:
-    """Stop a deployment on every node and remove its containers and network; image and weights stay."""
-    from exl3kit import containers
+def down(
+    recipe: args.RecipeArg,
+    nodes: Nodes = "local",
+    volumes: Annotated[
+        bool, typer.Option("--volumes", help="Also remove what the ranks kept for their next start: compile caches.")
+    ] = False,
+    break_lock: BreakLock = False,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Stop a deployment on every node and remove its containers and network; a node that is gone is said (exit 6)."""
+    from exl3kit import takedown
+    from exl3kit.errors import KitError
     from exl3kit.nodes import open_nodes
     from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
     progress = Progress(console)
     name = deployment_name(recipe)
-    with open_nodes(nodes) as opened, progress.stage("stop the ranks") as stage:
-        removed = containers.take_down(opened, name)
-        stage.conclude(", ".join(removed) or f"no rank of {name} was there")
+    missing: dict[str, KitError] = {}
+    with open_nodes(nodes, missing=missing) as opened:
+        done = takedown.down(opened, missing, name, progress, volumes=volumes, break_lock=break_lock)
+    failure = done.failure(nodes)
     if as_json:
-        output.emit({"deployment": name, "removed": removed, "seconds": progress.seconds})
+        told = {"deployment": name, "removed": done.removed, "unreachable": sorted(done.left), "absent": done.absent}
+        output.emit({**told, "seconds": progress.seconds, **(failure.as_json() if failure else {})})
+    if failure:
+        raise typer.Exit(output.refuse(failure, as_json=False))
+
+
+def wait(
+    recipe: args.RecipeArg,
+    nodes: Nodes = "local",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait at most.")] = 1800.0,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Wait until a deployment answers a real completion, as after a reboot; says what each rank waits for."""
+    from exl3kit import waiting
+    from exl3kit.progress import Progress
+
+    progress = Progress(output.console(as_json=as_json))
+    name, question = deployment_name(recipe), probe_of(recipe)
+    with stoppable():
+        answer = waiting.until_served(nodes, name, question, progress, timeout_s=timeout)
+    if as_json:
+        output.emit({"deployment": name, "seconds": progress.seconds, "answer": answer.text, "tokens": answer.tokens})
+
+
+def probe_of(recipe: str) -> Probe:
+    """The probe of a recipe, or the default one of what no recipe here describes."""
+    from exl3kit import recipe as schema
+    from exl3kit import recipes
+    from exl3kit.errors import KitError
+
+    try:
+        return recipes.load(recipe).probe
+    except KitError:
+        return schema.Probe()
 
 
 def deployment_name(recipe: str) -> str:
@@ -107,83 +190,6 @@ def deployment_name(recipe: str) -> str:
         if "/" in recipe or recipe.endswith((".yaml", ".yml")):
             raise
         return recipe
-
-
-def status(recipe: DeploymentName = None, nodes: Nodes = "local", as_json: args.JsonOption = False) -> None:
-    """What stands on the nodes: ranks, state, stamp, generation and receipts."""
-    from exl3kit import status as statuses
-    from exl3kit.errors import ExitCode, KitError
-    from exl3kit.nodes import open_nodes
-
-    with open_nodes(nodes) as opened:
-        told = statuses.status(opened, deployment_name(recipe) if recipe else None)
-    if as_json:
-        output.emit({"deployments": told})
-    elif told:
-        output.console().print(table(told))
-    else:
-        output.console().print(f"nothing of {recipe or 'the kit'} stands on {nodes}")
-    if mixed := [one["deployment"] for one in told if one["state"] == "mismatch"]:
-        error = KitError(
-            "its ranks loaded different checkpoints, so no answer of it means anything",
-            where=mixed[0],
-            next_step=f"`kit down {mixed[0]}`, then `kit up`, which compares the weights first",
-            code=ExitCode.VERIFICATION,
-        )
-        raise typer.Exit(output.refuse(error, as_json=False))
-
-
-def table(told: list[dict[str, Any]]) -> Any:
-    """Deployments as a table, one row per rank."""
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False)
-    for column in ("deployment", "state", "rank", "node", "container", "trellis", "stamp", "generation", "note"):
-        shown.add_column(column)
-    for one in told:
-        for rank in one["ranks"]:
-            held = sum(receipt["trellis_bytes"] for receipt in rank["receipts"])
-            note = rank["unhealthy"] or ""
-            row = (one["deployment"], one["state"], str(rank["rank"]), rank["node"], rank["state"])
-            shown.add_row(*row, f"{held / 1e6:.1f} MB" if held else "-", one["stamp"][:12], one["generation"], note)
-    return shown
-
-
-def logs(
-    recipe: args.RecipeArg,
-    nodes: Nodes = "local",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ranks end; Ctrl-C detaches.")] = False,
-    tail: Annotated[int, typer.Option("--tail", min=0, help="Lines of each rank to begin with.")] = 100,
-    as_json: args.JsonOption = False,
-) -> None:
-    """The logs of all ranks, merged."""
-    from exl3kit import containers
-    from exl3kit import logs as merged
-    from exl3kit.errors import KitError
-    from exl3kit.nodes import open_nodes
-
-    name = deployment_name(recipe)
-    if follow and as_json:
-        raise KitError(
-            "--follow has no end, and --json prints one object at the end", next_step="leave one of them out"
-        )
-    with open_nodes(nodes) as opened:
-        standing = containers.find(opened, name)
-        if not standing:
-            raise KitError(f"no rank of {name} is there", where=nodes, next_step=f"`kit up {recipe} --nodes {nodes}`")
-        if as_json:
-            told = [
-                {"rank": one.rank, "node": one.node.name, "line": text}
-                for one, text in merged.lines(standing, tail=tail)
-            ]
-            output.emit({"deployment": name, "lines": told})
-            return
-        came = merged.follow(standing, tail=tail) if follow else merged.lines(standing, tail=tail)
-        try:
-            for one, text in came:
-                print(f"rank{one.rank}@{one.node.name} | {text}", flush=follow)
-        except KeyboardInterrupt:  # following changes nothing on the nodes, so leaving it is its normal end
-            return
 
 
 def render(

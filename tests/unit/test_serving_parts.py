@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from exl3kit import facts, ports, receipts, serve, status
+from exl3kit import facts, logs, ports, post_mortem, receipts, serve, status, takedown
+from exl3kit.errors import ExitCode, KitError
 from exl3kit.probe import Engine
 
 ANSWER = """machine 1b2c
@@ -90,26 +92,129 @@ def test_receipts_that_do_not_add_up_are_refused(given: list[dict[str, Any]], pr
 
 
 def rank(
-    state: str = "running", unhealthy: str | None = None, generation: str = "g1", fingerprint: str = "f"
+    engine: str = "running",
+    unhealthy: str | None = None,
+    generation: str = "g1",
+    fingerprint: str = "f",
+    word: str | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    receipts_of_it = [{"fingerprint": fingerprint}] if state == "running" else []
-    return {"state": state, "unhealthy": unhealthy, "generation": generation, "receipts": receipts_of_it}
+    receipts_of_it = [{"fingerprint": fingerprint}] if engine == "running" else []
+    own = word or ("serving" if engine == "running" and unhealthy is None else engine)
+    told = {"engine_state": engine, "state": own, "unhealthy": unhealthy, "generation": generation, "waiting_for": []}
+    return {**told, "receipts": receipts_of_it, "rank": 0, "node": "n0", **more}
+
+
+AWAY = rank("none", "the node does not answer", word="unreachable", rank=1, node="n1")
 
 
 @pytest.mark.parametrize(
     ("ranks", "word"),
     [
         ([rank(), rank()], "serving"),
-        ([rank(), rank(unhealthy="no receipt yet")], "starting"),
+        ([rank(), rank(unhealthy="no receipt yet", word="starting")], "starting"),
+        ([rank(unhealthy="no token", word="starting"), rank(unhealthy="no peer", word="waiting")], "waiting"),
+        ([rank(unhealthy="x", word="backing-off"), rank(unhealthy="no peer", word="waiting")], "backing-off"),
         ([rank(), rank("exited", "it ended")], "partial"),
+        ([rank(), rank("restarting", "it ended")], "backing-off"),
+        ([rank("restarting", "it ended"), rank("restarting", "it ended")], "backing-off"),
         ([rank()], "partial"),
         ([rank(), rank(fingerprint="e")], "mismatch"),
         ([rank(), rank(generation="g2")], "partial"),
         ([rank("exited", "it ended"), rank("created", "it never ran")], "stopped"),
+        ([rank(), AWAY], "unreachable"),
     ],
 )
 def test_the_state_of_a_deployment_in_one_word(ranks: list[dict[str, Any]], word: str) -> None:
     assert status.state(ranks, expected=2) == word
+
+
+def test_a_deployment_says_what_a_silent_node_means_and_what_a_rank_waits_for() -> None:
+    assert "rank 1 on n1 cannot be asked" in str(status.note("unreachable", [rank(), AWAY]))
+    waiting = rank(word="waiting", waiting_for=[{"rank": 1, "why": "was never heard"}])
+    assert status.note("waiting", [waiting]) == "rank 0 waits for rank 1 (was never heard)"
+    assert status.note("serving", [rank()]) is None
+
+
+def test_tokens_per_second_come_from_two_looks_and_begin_anew_with_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 2.0, 4.0, 6.0))
+    monkeypatch.setattr(status.time, "monotonic", lambda: next(clock))
+    speeds, rates = status.Speeds(), []
+    for tokens in (100, 150, 10, 110):
+        told: list[dict[str, Any]] = [
+            {"deployment": "d", "ranks": [{"progress": None}, {"progress": {"generation_tokens": tokens}}]}
+        ]
+        speeds.add(told)
+        rates.append(told[0]["tokens_per_s"])
+    assert rates == [None, 25.0, None, 50.0]
+
+
+# What may be left after `down` ----------------------------------------------------------------------------------------
+
+
+def test_down_with_a_node_gone_names_what_may_run_there_and_how_to_finish() -> None:
+    gone = KitError("the node does not answer", where="node spark2", why="no route", code=ExitCode.UNREACHABLE)
+    failure = takedown.Down("demo-tp2", ["exl3kit-demo-tp2-rank0"], {"spark2": gone}, [1]).failure("spark1,spark2")
+    assert failure is not None and failure.code == ExitCode.UNREACHABLE
+    assert "demo-tp2 may still run on spark2 (rank 1 of it)" in str(failure)
+    assert "the node does not answer, no route" in str(failure)
+    assert "`kit down demo-tp2 --nodes spark2`" in str(failure)
+    assert takedown.Down("demo-tp2", [], {}, []).failure("spark1") is None
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("text", "ago"), [("90s", 90), ("10m", 600), ("10 min", 600), ("2h", 7200), ("1d", 86400), ("0s", 0)]
+)
+def test_since_takes_a_span(text: str, ago: int) -> None:
+    assert (NOON - logs.since(text, NOON)).total_seconds() == ago
+
+
+def test_since_takes_a_date_and_refuses_what_is_no_time() -> None:
+    assert logs.since("2026-01-31T11:00:00+00:00", NOON) == datetime(2026, 1, 31, 11, tzinfo=UTC)
+    for text in ("", "yesterday", "10", "-5m", "5x"):
+        with pytest.raises(KitError, match="is no time"):
+            logs.since(text, NOON)
+
+
+# Post-mortems ---------------------------------------------------------------------------------------------------------
+
+
+def death(incarnation: int, *ranks: int, generation: str = "g1") -> dict[str, Any]:
+    return {
+        "deployment_generation": generation,
+        "incarnation": incarnation,
+        "written": 1.8e9,
+        "first": {
+            "rank": 1,
+            "process": "worker TP1",
+            "kind": "exit",
+            "sentence": "worker TP1 ended with signal SIGKILL",
+        },
+        "records": {
+            str(rank): {"sentence": "it ended", "exit_code": None, "signal": "SIGKILL", "lines": ["last \x1b[31mwords"]}
+            for rank in ranks
+        },
+        "missing": [rank for rank in (0, 1) if rank not in ranks],
+    }
+
+
+def test_the_newest_death_is_told_by_the_rank_that_heard_from_most() -> None:
+    found = [death(3, 0, generation="g0"), death(1, 0), death(2, 1), death(2, 0, 1)]
+    assert post_mortem.choose(found) == death(2, 0, 1)
+    assert post_mortem.choose([]) is None
+
+
+def test_a_post_mortem_names_who_died_first_and_what_each_rank_said_last() -> None:
+    text = "\n".join(post_mortem.as_lines(death(2, 1)))
+    assert "first: rank 1, worker TP1: worker TP1 ended with signal SIGKILL" in text
+    assert "rank 1: it ended (SIGKILL)" in text
+    assert "rank 0: said nothing more" in text
+    assert "\x1b" not in text and "words" in text
 
 
 def test_later_generations_sort_later() -> None:
