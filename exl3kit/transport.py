@@ -149,7 +149,7 @@ def require_rdma(standing: Sequence[Standing], found: Sequence[Transport]) -> No
     for one, transport in zip(standing, found, strict=True):
         if transport.kind != RDMA:
             raise one.node.error(
-                f"rank {one.rank} talks over {transport.says}, and the recipe requires RDMA",
+                f"rank {one.rank} uses {transport.says}, and the recipe requires RDMA",
                 why="told by NCCL's own log after the first answer",
                 next_step="`kit doctor` looks at adapters, GIDs and links of every node; `fabric: {require: any}` "
                 "accepts TCP, about five times slower",
