@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from docker import APIClient
     from docker.types import Mount
 
+    from exl3kit.deployment import NodeFacts
     from exl3kit.nodes import Node
 
 INSIDE = "/put"  # where a folder of the node that is written to is mounted
@@ -26,8 +27,10 @@ LOOK_SECONDS = 600.0  # a cold disk may need its time
 PUT_SECONDS = 600.0  # the longest silence of an engine that takes files
 
 
-def run(node: Node, image: str, argv: Sequence[str], folder: str) -> str:
-    """Standard output of a program run in the image as the rank's user, with `folder` read-only at `MODEL_DIR`.
+def run(node: Node, image: str, argv: Sequence[str], folder: str, *, user: tuple[int, int] | None = None) -> str:
+    """Standard output of a program run in the image, with `folder` read-only at `MODEL_DIR`.
+
+    It runs as the rank's user unless another user and group are named.
 
     Raises `KitError` (verification) when it fails: then the image is not what it should be.
     """
@@ -39,7 +42,12 @@ def run(node: Node, image: str, argv: Sequence[str], folder: str) -> str:
             read_only=True,
             network_mode="none",
         )
-        made = {"entrypoint": argv[:1], "command": list(argv[1:]), "user": f"{USER}:{USER}", "host_config": host}
+        made = {
+            "entrypoint": argv[:1],
+            "command": list(argv[1:]),
+            "user": "{}:{}".format(*(user or (USER, USER))),
+            "host_config": host,
+        }
         with helper(engine.api, image, made) as container:
             engine.api.start(container)
             status = engine.api.wait(container)["StatusCode"]
@@ -76,6 +84,25 @@ def put(node: Node, image: str, folder: str, stream: Iterable[bytes]) -> None:
                     next_step="run the command again; what is complete is not copied twice",
                     code=ExitCode.SERVING,
                 ) from error
+
+
+def take(node: Node, image: str, folder: str, name: str, owner: NodeFacts) -> Iterator[bytes]:
+    """One file below a folder of the node as a tar stream for `put`; `owner` is the node that gets it."""
+    with node.patient_engine(PUT_SECONDS) as engine:
+        host = engine.api.create_host_config(mounts=[mount(folder, INSIDE, read_only=True)])
+        with helper(engine.api, image, {"command": ["true"], "host_config": host}) as container:
+            chunks, stat = engine.api.get_archive(container, f"{INSIDE}/{name}")
+            for parent in reversed(PurePosixPath(name).parents[:-1]):
+                yield entry(f"{parent}/", 0, 0o755, owner.uid, owner.gid)
+            yield entry(name, int(stat["size"]), 0o644, owner.uid, owner.gid)
+            skipped, left = 0, int(stat["size"])
+            for chunk in chunks:  # the engine's own header first, then the file
+                body = chunk[max(0, tarfile.BLOCKSIZE - skipped) :][:left]
+                skipped += len(chunk)
+                left -= len(body)
+                yield body
+            yield padding(int(stat["size"]))
+            yield END
 
 
 @contextmanager

@@ -291,6 +291,6 @@ def _mapped(gid: str) -> str | None:
 def _listeners(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     for line in lines:  # LISTEN 0 128 0.0.0.0:22 0.0.0.0:* users:(("sshd",pid=30,fd=6))
         words = line.split()
-        match = re.search(r'\(\("([^"]+)",pid=(\d+)', words[-1])
+        match = re.search(r'\(\("([^"]+)",pid=(\d+)', line)
         if match and len(words) > 3:
             yield int(words[3].rpartition(":")[2]), f"{match[1]} (process {match[2]})"

@@ -1,7 +1,8 @@
-"""Weights: from a directory here to the same directory on every node, checked there as the rank will see it.
+"""Weights: from where they are, this machine or a node, to every node, checked there as the rank will see them.
 
 A node's copy lives in `<cache>/weights/<name>-<12 hex of the content>`, so two models never share a folder and an old
-copy is never mistaken for a new one. It is filled under another name and renamed when complete.
+copy is never mistaken for a new one. It is filled under another name and renamed when complete. Where the node has the
+files already, in a folder of the recipe's or in Hugging Face's cache, the copy is made of hard links and costs nothing.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from exl3kit import deployment as plans
-from exl3kit import manifest, node_files
+from exl3kit import hub, manifest, node_files, weight_sync
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from exl3kit.nodes import Node
     from exl3kit.recipe import Recipe
 
+T = TypeVar("T")
 CHUNK = 1 << 20
+LINK_SECONDS = 120.0  # for some hundred links
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model directory on this machine, surveyed and found whole."""
+    """A model directory on this machine or on a node, surveyed and found whole."""
 
     source: Path
     files: Mapping[str, Mapping[str, Any]]  # name -> {size, digest}
@@ -39,6 +42,7 @@ class Weights:
     trellis_bytes: int
     sizes: Mapping[str, int]  # what memory is planned with, see `admission.Sizes`
     config: Mapping[str, Any]  # the model's config.json
+    holder: str | None = None  # the node that has them; None for this machine
 
     @property
     def digest(self) -> str:
@@ -55,20 +59,68 @@ class Weights:
         return f"{self.source.name}-{self.digest[:12]}"
 
 
-def survey(recipe: Recipe) -> Weights:
-    """The recipe's weights on this machine.
+def survey(
+    recipe: Recipe, nodes: Sequence[Node] = (), facts: Mapping[str, NodeFacts] | None = None, image: str | None = None
+) -> Weights:
+    """The recipe's weights on this machine, or else on the first of the nodes that has them.
+
+    Parameters
+    ----------
+    facts, image: of the nodes; the recipe's image does the looking there.
 
     Raises `KitError` (preflight) naming everything that is missing, cut off or damaged.
     """
-    source = locate(recipe)
+    try:
+        source = locate(recipe)
+    except KitError as nowhere:
+        return survey_nodes(recipe, nodes, facts or {}, image, nowhere)
     found = manifest.survey(source)
     refuse_problems(found["problems"], where=str(source))
     return of(source, found)
 
 
-def of(source: Path, found: Mapping[str, Any]) -> Weights:
+def survey_nodes(
+    recipe: Recipe, nodes: Sequence[Node], facts: Mapping[str, NodeFacts], image: str | None, nowhere: KitError
+) -> Weights:
+    """The weights on the first node that has them; raises `nowhere` when none has."""
+    for node in nodes:
+        source = place_on(recipe, node, facts[node.name])
+        if source is None:
+            continue
+        if image is None or not node.engine.images.list(name=image):
+            raise node.error(
+                f"the weights are there, in {source}, and only the recipe's image can look at them",
+                next_step=f"`kit build {recipe.name}` with the same --nodes, then this command again",
+                code=ExitCode.PREFLIGHT,
+            )
+        found = survey_on(node, image, source, facts[node.name])
+        refuse_problems(found["problems"], where=f"node {node.name}: {source}")
+        return of(Path(source), found, holder=node.name)
+    raise nowhere
+
+
+def place_on(recipe: Recipe, node: Node, facts: NodeFacts) -> str | None:
+    """The folder of a node that holds the recipe's weights: its `path`, or the commit in Hugging Face's cache there."""
+    model = recipe.model
+    if model.path is not None:
+        folder = str(model.path)
+    else:
+        assert facts.probe is not None and model.repo is not None and model.revision is not None
+        folder = f"{facts.probe.hub}/{hub.snapshot(model.repo, model.revision)}"
+    return folder if node.run(["test", "-d", folder]).returncode == 0 else None
+
+
+def of(source: Path, found: Mapping[str, Any], *, holder: str | None = None) -> Weights:
     """The weights that a survey of `source` found."""
-    return Weights(source, *(found[name] for name in ("files", "trellis_tensors", "trellis_bytes", "sizes", "config")))
+    return Weights(
+        source,
+        found["files"],
+        found["trellis_tensors"],
+        found["trellis_bytes"],
+        found["sizes"],
+        found["config"],
+        holder,
+    )
 
 
 def locate(recipe: Recipe) -> Path:
@@ -84,13 +136,12 @@ def locate(recipe: Recipe) -> Path:
             code=ExitCode.PREFLIGHT,
         )
     assert model.repo is not None and model.revision is not None
-    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    snapshot = Path(hub) / f"models--{model.repo.replace('/', '--')}" / "snapshots" / model.revision
+    snapshot = hub.cache() / hub.snapshot(model.repo, model.revision)
     if not snapshot.is_dir():
         raise KitError(
             f"{model.repo} at {model.revision[:12]} is not on this machine",
             where=str(snapshot),
-            next_step=f"`hf download {model.repo} --revision {model.revision}`",
+            next_step=f"`kit weights fetch {recipe.name}`, with --nodes to fetch it on a node",
             code=ExitCode.PREFLIGHT,
         )
     return snapshot
@@ -111,7 +162,7 @@ def refuse_problems(problems: Sequence[str], *, where: str) -> None:
 
 def directory_on(node: Node, facts: NodeFacts, weights: Weights) -> str:
     """Where the weights are to be on a node: in place on this machine when every user may read them, else a copy."""
-    if node.is_local and world_readable(weights):
+    if node.is_local and weights.holder is None and world_readable(weights):
         return str(weights.source)
     return f"{facts.cache}/weights/{weights.folder}"
 
@@ -129,19 +180,158 @@ def world_readable(weights: Weights) -> bool:
     return True
 
 
-def bring(node: Node, facts: NodeFacts, weights: Weights, image: str, advance: Callable[[int], None]) -> str:
-    """Make the node have the weights; returns what was done.
+def spread(
+    nodes: Sequence[Node],
+    facts: Mapping[str, NodeFacts],
+    weights: Weights,
+    image: str,
+    advance: Callable[[int], None],
+    stopped: threading.Event,
+) -> dict[str, str]:
+    """Make every node have the weights; returns by node what was done.
 
-    What is there is checked in the image, as the rank's user; what is not there is copied, then checked the same way.
+    A node that has them is the source for those that lack them, over the fabric; only what no node has is sent from
+    here, and then to one node where that one can pass it on. Ctrl-C sets `stopped`, and `advance` is to raise then.
 
     Raises `KitError`: preflight for an unreadable or incomplete copy or too little space, verification for a copy that
-    is not what was put there.
+    is not what was put there, unreachable for a copy that broke off.
     """
-    directory = directory_on(node, facts, weights)
-    if node.run(["test", "-d", directory]).returncode == 0:
-        compare(node, weights, directory, survey_on(node, image, directory))
-        return "there already"
-    copy(node, facts, weights, directory, image, advance)
+    names = [node.name for node in nodes]
+    found = in_parallel(nodes, lambda node: present(node, facts, weights, image), stopped)
+    done = dict(zip(names, found, strict=True))
+    lacking = [node for node in nodes if done[node.name] is None]
+    sources = [node for node in nodes if done[node.name] is not None and not (node.is_local and weights.holder is None)]
+    if lacking and not sources and (weights.holder or can_pass_on(lacking, facts)):
+        first = next((node for node in lacking if node.name == weights.holder), lacking[0])
+        done[first.name] = bring(first, facts, weights, image, advance, None)
+        sources = [first]
+        lacking.remove(first)
+    source = sources[0] if sources else None
+    told = in_parallel(lacking, lambda node: bring(node, facts, weights, image, advance, source), stopped)
+    done.update(zip((node.name for node in lacking), told, strict=True))
+    return {name: word or "" for name, word in done.items()}
+
+
+def in_parallel(nodes: Sequence[Node], job: Callable[[Node], T], stopped: threading.Event) -> list[T]:
+    """The results of one job on every node; all end before the first failure is raised. Ctrl-C sets `stopped`."""
+    with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
+        running = [pool.submit(job, node) for node in nodes]
+        try:
+            wait(running)
+        except BaseException:
+            stopped.set()
+            raise
+    return [one.result() for one in running]
+
+
+def can_pass_on(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> bool:
+    """Whether the first node can send to the others over the fabric."""
+    first, *others = (facts[node.name] for node in nodes)
+    return bool(others) and all(weight_sync.possible(first, other) for other in others)
+
+
+def present(node: Node, facts: Mapping[str, NodeFacts], weights: Weights, image: str) -> str | None:
+    """`there already` when the node has the weights, checked in the image as the rank's user; None when it lacks them.
+
+    Raises `KitError` for a copy that is damaged or has other content.
+    """
+    directory = directory_on(node, facts[node.name], weights)
+    if node.run(["test", "-d", directory]).returncode != 0:
+        return None
+    compare(node, weights, directory, survey_on(node, image, directory))
+    return "there already"
+
+
+def bring(
+    node: Node,
+    facts: Mapping[str, NodeFacts],
+    weights: Weights,
+    image: str,
+    advance: Callable[[int], None],
+    source: Node | None,
+) -> str:
+    """Fill a folder beside the one that the rank will see, check it, then give it its name; returns what was done.
+
+    Parameters
+    ----------
+    source: a node that has them; None for the node itself when it holds them, else for this machine.
+    """
+    here = facts[node.name]
+    directory = directory_on(node, here, weights)
+    partial = directory + ".partial"
+    made = node.run(["install", "-d", "-m", "755", partial])  # whatever the umask
+    if made.returncode != 0:
+        raise node.error("cannot make a folder for the weights", why=made.stderr.strip(), code=ExitCode.PREFLIGHT)
+    if node.name == weights.holder:
+        how = link(node, weights, partial)
+    elif source is not None:
+        how = pull(source, node, facts, weights, partial, image, advance)
+    else:
+        how = copy(node, here, weights, partial, image, advance)
+    compare(node, weights, partial, survey_on(node, image, partial))
+    renamed = node.run(["mv", "-T", partial, directory])
+    if renamed.returncode != 0:
+        raise node.error(f"cannot rename {partial}", why=renamed.stderr.strip(), code=ExitCode.PREFLIGHT)
+    return how
+
+
+def link(node: Node, weights: Weights, partial: str) -> str:
+    """Hard links to the files that the node holds; a copy where they lie on another file system."""
+    linked = node.run(["cp", "-rLlf", f"{weights.source}/.", partial], timeout=LINK_SECONDS)
+    if linked.returncode == 0:
+        return "linked"
+    check_space(node, partial, weights.size)
+    copied = node.run(["cp", "-rLu", f"{weights.source}/.", partial], timeout=weight_sync.COPY_SECONDS)
+    if copied.returncode != 0:
+        raise node.error("cannot copy the weights there", why=copied.stderr.strip()[-300:], code=ExitCode.PREFLIGHT)
+    return "copied on the node"
+
+
+def pull(
+    source: Node,
+    node: Node,
+    facts: Mapping[str, NodeFacts],
+    weights: Weights,
+    partial: str,
+    image: str,
+    advance: Callable[[int], None],
+) -> str:
+    """Copy from another node: over the fabric where both have rsync, else through this machine."""
+    sender, receiver = facts[source.name], facts[node.name]
+    folder = directory_on(source, sender, weights)
+    check_space(node, partial, weights.size - used(node, partial))
+    if weight_sync.possible(sender, receiver):
+        weight_sync.copy(source, node, (sender, receiver), folder, partial, advance)
+        return f"copied from {source.name} over the fabric"
+    there = survey_on(node, image, partial)["files"]
+    for name, entry in weights.files.items():
+        if there.get(name) != entry:
+            stream = node_files.take(source, image, folder, name, receiver)
+            node_files.put(node, image, partial, counted(stream, advance))
+    return f"copied from {source.name} through this machine (rsync on both nodes would use the fabric)"
+
+
+def counted(stream: Iterator[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:
+    for chunk in stream:
+        advance(len(chunk))
+        yield chunk
+
+
+def used(node: Node, folder: str) -> int:
+    """Bytes that a folder of a node takes on its disk."""
+    words = node.run(["du", "-s", "-B1", folder]).stdout.split()
+    return int(words[0]) if words and words[0].isdecimal() else 0
+
+
+def copy(
+    node: Node, facts: NodeFacts, weights: Weights, partial: str, image: str, advance: Callable[[int], None]
+) -> str:
+    """Send every file that is not there yet from this machine."""
+    there = survey_on(node, image, partial)["files"]
+    missing = [name for name, entry in weights.files.items() if there.get(name) != entry]
+    check_space(node, partial, sum(int(weights.files[name]["size"]) for name in missing))
+    if missing:
+        node_files.put(node, image, partial, tar(weights, missing, facts, advance))
     return "copied"
 
 
@@ -172,29 +362,18 @@ def compare(node: Node, weights: Weights, directory: str, found: Mapping[str, An
             )
 
 
-def survey_on(node: Node, image: str, directory: str) -> dict[str, Any]:
-    """`manifest.survey` of a folder on a node, run in the image as the rank's user."""
-    program = ["python3", "-I", "-c", inspect.getsource(manifest), plans.MODEL_DIR]
-    return dict(json.loads(node_files.run(node, image, program, directory)))
+def survey_on(
+    node: Node, image: str, directory: str, owner: NodeFacts | None = None, *, full: bool = False
+) -> dict[str, Any]:
+    """`manifest.survey` of a folder on a node, run in the image as the rank's user, or as the node's own.
 
-
-def copy(
-    node: Node, facts: NodeFacts, weights: Weights, directory: str, image: str, advance: Callable[[int], None]
-) -> None:
-    """Copy every file that is not there yet, check the whole, then give it its name."""
-    partial = directory + ".partial"
-    made = node.run(["install", "-d", "-m", "755", partial])  # whatever the umask
-    if made.returncode != 0:
-        raise node.error("cannot make a folder for the weights", why=made.stderr.strip(), code=ExitCode.PREFLIGHT)
-    present = survey_on(node, image, partial)["files"]
-    missing = [name for name, entry in weights.files.items() if present.get(name) != entry]
-    check_space(node, partial, sum(int(weights.files[name]["size"]) for name in missing))
-    if missing:
-        node_files.put(node, image, partial, tar(weights, missing, facts, advance))
-    compare(node, weights, partial, survey_on(node, image, partial))
-    renamed = node.run(["mv", "-T", partial, directory])
-    if renamed.returncode != 0:
-        raise node.error(f"cannot rename {partial}", why=renamed.stderr.strip(), code=ExitCode.PREFLIGHT)
+    A commit in Hugging Face's cache consists of links into the folder two above it, so that one is what is mounted.
+    """
+    mounted, _, below = directory.partition("/snapshots/")
+    inside = f"{plans.MODEL_DIR}/snapshots/{below}" if below else plans.MODEL_DIR
+    program = ["python3", "-I", "-c", inspect.getsource(manifest), inside, *(["--full"] if full else [])]
+    user = (owner.uid, owner.gid) if owner else None
+    return dict(json.loads(node_files.run(node, image, program, mounted if below else directory, user=user)))
 
 
 def check_space(node: Node, folder: str, needed: int) -> None:
