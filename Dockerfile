@@ -1,10 +1,13 @@
 # The image of a recipe. `kit build` lays out the context (this file, overlay/, requirements.txt, wheels/) and passes the
 # arguments; the build has no network, and nothing here needs more than the builders of engine 20.10.
 #
-# Two halves, each an image of its own: the environment (everything third-party, 2 GB, a minute) and on top of it what
-# this repository adds (seconds). The kit builds the second half from an environment that it has already.
+# Three parts, each an image of its own: the environment (everything third-party, 2 GB, a minute), the kernels (compiled
+# for the recipe's GPUs, where it names any) and on top of both what this repository adds (seconds). The kit builds the
+# last part from an environment and kernels that it has already.
 ARG BASE
 ARG ENVIRONMENT=environment
+ARG BUILDER
+ARG KERNELS=kernels
 
 # ---- wheels: installed with bytecode, since without it the server starts in 57 s instead of 22 s ----------------------
 FROM ${BASE} AS wheels
@@ -33,19 +36,43 @@ RUN echo 'kit:x:10001:10001::/home/kit:/usr/sbin/nologin' >> /etc/passwd && echo
  && mkdir /home/kit && chown 10001:10001 /home/kit
 COPY --from=wheels /opt/venv /opt/venv
 COPY requirements.txt /opt/exl3/requirements.txt
-# TORCH_COMPILE_DISABLE: there is no compiler, and --enforce-eager leaves torch.compile on in a few helpers of vLLM (the
-# first request at TP2, any request with logprobs). VLLM_CACHE_ROOT: the root file system is read-only when served.
+# VLLM_CACHE_ROOT: the root file system is read-only when served.
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
-    HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
-    TORCH_COMPILE_DISABLE=1 VLLM_CACHE_ROOT=/tmp/vllm
+    HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/tmp/vllm
+
+# ---- kernels: the compiler comes from wheels, the builder is a root file system with g++, neither gets into the image --
+FROM ${BUILDER} AS compiled
+LABEL io.exl3kit.stage=compiled
+ARG EXL3_ARCH
+ARG EXL3_RATES
+ARG EXL3_CODEBOOKS
+ARG EXL3_HOST
+COPY toolchain.json wheels/ /build/wheels/
+COPY overlay/csrc /build/csrc
+# A kernel that spills, or takes more registers than its tile may, fails this step.
+RUN cd /build && commas() { echo "$1" | tr ';' ','; } \
+ && python3 csrc/build.py toolchain --lock wheels/toolchain.json --wheels wheels --torch-headers --host "$EXL3_HOST" --into tools \
+ && python3 csrc/build.py library --toolchain tools --host "$EXL3_HOST" --targets "$(commas "$EXL3_ARCH")" \
+      --rates "$(commas "$EXL3_RATES")" --codebooks "$(commas "$EXL3_CODEBOOKS")" --cache /tmp --out /out/exl3_kernels.abi3.so
+FROM scratch AS kernels
+COPY --from=compiled /out/exl3_kernels.abi3.so /
 
 # ---- image ------------------------------------------------------------------------------------------------------------
+# The two lines with `built` are left out where no kernels are compiled.
+FROM ${KERNELS} AS built
 FROM ${ENVIRONMENT} AS image
+COPY --from=built /exl3_kernels.abi3.so /opt/exl3/kernels/
+# Without GPUs there is no compiler, and --enforce-eager leaves torch.compile on in a few helpers of vLLM (the first
+# request at TP2, any request with logprobs).
+ARG EXL3_ARCH
+ARG COMPILER_UNUSED=${EXL3_ARCH:+0}
+ENV TORCH_COMPILE_DISABLE=${COMPILER_UNUSED:-1}
 COPY overlay /opt/exl3/overlay
 RUN cp -r /opt/exl3/overlay /tmp/overlay && cd /tmp/overlay \
  && python -c "from setuptools.build_meta import build_wheel; build_wheel('/tmp/wheel')" > /tmp/build.log \
  && cd /opt/venv/lib/python3*/site-packages && python -m zipfile -e /tmp/wheel/*.whl . \
+ && if [ -d /opt/exl3/kernels ]; then ln -s /opt/exl3/kernels/exl3_kernels.abi3.so exl3_vllm/; fi \
  && python -m compileall -q --invalidation-mode unchecked-hash exl3_vllm && rm -rf /tmp/overlay /tmp/wheel /tmp/build.log
 # What a plugin cannot do; refuses a vLLM that is not as the overlay was tested with.
 RUN cd /opt/exl3/overlay && python -m patches apply "$(echo /opt/venv/lib/python3*/site-packages)"

@@ -338,10 +338,10 @@ class ClassicSteps:
 
 
 def drop_intermediate(node: Node) -> None:
-    """Remove the wheels stage that the classic builder leaves behind untagged (2.5 GB)."""
+    """Remove the stages that the classic builder leaves behind untagged (wheels: 2.5 GB, compiled: 1 GB)."""
     from docker.errors import DockerException
 
-    filters = {"dangling": True, "label": "io.exl3kit.stage=wheels"}
+    filters = {"dangling": True, "label": "io.exl3kit.stage"}
     for image in node.engine.images.list(filters=filters):
         with suppress(DockerException):
             node.engine.images.remove(str(image.id))

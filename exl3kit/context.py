@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
+import re
 import tarfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,13 +23,14 @@ from exl3kit import paths
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
-    from exl3kit.lock import Lock
+    from exl3kit.lock import ContextFile, Lock
     from exl3kit.pins import Wheel
     from exl3kit.progress import Stage
 
 INSTALLER = "uv"  # the wheel that installs the others; it stays out of the image
 REQUIREMENTS = "requirements.txt"
 DOCKERFILE = "Dockerfile"
+SOURCES = "overlay/csrc/"  # of the kernels
 FILE_TIME = 1_700_000_000  # of every file in every context; builders look at content
 _PIECE = 1 << 20
 
@@ -60,27 +63,59 @@ def for_environment(lock: Lock, wheels: Sequence[Wheel], house: Path) -> list[En
     ]
 
 
+def for_kernels(lock: Lock, wheels: Sequence[Wheel], house: Path, repo: Path = paths.REPO) -> list[Entry]:
+    """The context of the Dockerfile's stage `kernels`: their sources, and the wheels of their compiler."""
+    pins = json.dumps(lock.data["toolchain"], indent=1, sort_keys=True)
+    return [
+        Entry(DOCKERFILE, kernels_part(_dockerfile(lock, repo)).encode()),
+        Entry("toolchain.json", pins.encode()),
+        *(Entry(f"wheels/{w.filename}", house / str(w.filename), w.sha256) for w in wheels),
+        *(_locked(f, repo) for f in lock.files if f.path.startswith(SOURCES)),
+    ]
+
+
 def for_image(lock: Lock, repo: Path = paths.REPO) -> list[Entry]:
-    """The context of the Dockerfile's last stage: the lock's files, no wheels."""
-    files = [Entry(f.path, repo / f.path, f.sha256, f.executable) for f in lock.files if f.path != DOCKERFILE]
-    return [Entry(DOCKERFILE, image_part(_dockerfile(lock, repo)).encode()), *files]
+    """The context of the Dockerfile's last stage: the lock's files, no wheels and no sources of kernels."""
+    files = [_locked(f, repo) for f in lock.files if f.path != DOCKERFILE and not f.path.startswith(SOURCES)]
+    part = image_part(_dockerfile(lock, repo), kernels=bool(lock.data["arch"]))
+    return [Entry(DOCKERFILE, part.encode()), *files]
 
 
-# ---- the Dockerfile's halves -----------------------------------------------------------------------------------------
-# The classic builder runs every stage before its target, used or not, so each half is a Dockerfile of its own.
+def _locked(file: ContextFile, repo: Path) -> Entry:
+    return Entry(file.path, repo / file.path, file.sha256, file.executable)
 
-_LAST_STAGE = "FROM ${ENVIRONMENT} AS image"
+
+# ---- the Dockerfile's parts ------------------------------------------------------------------------------------------
+# The classic builder runs every stage before its target, used or not, so each part is a Dockerfile of its own.
+
+_STAGE = re.compile(r"^FROM \S+ AS (\S+)$", re.MULTILINE)
 
 
 def environment_part(text: str) -> str:
-    """The Dockerfile without its last stage."""
-    return text.partition(f"\n{_LAST_STAGE}")[0] + "\n"
+    """The stages up to `environment`."""
+    return _part(text, "wheels", "environment")
 
 
-def image_part(text: str) -> str:
-    """The Dockerfile's global arguments and its last stage."""
-    arguments = [line for line in text.partition("\nFROM ")[0].splitlines() if line.startswith("ARG ")]
-    return "\n".join([*arguments, _LAST_STAGE + text.partition(_LAST_STAGE)[2]])
+def kernels_part(text: str) -> str:
+    """The stages that compile the kernels and keep the library alone."""
+    return _part(text, "compiled", "kernels")
+
+
+def image_part(text: str, *, kernels: bool) -> str:
+    """The last stage, with the library of the stage `built` or without."""
+    if kernels:
+        return _part(text, "built", "image")
+    return re.sub(r"^COPY --from=built .*\n", "", _part(text, "image"), flags=re.MULTILINE)
+
+
+def _part(text: str, *names: str) -> str:
+    """The Dockerfile's global arguments and some of its stages, without the comments that head the next one."""
+    begins = list(_STAGE.finditer(text))
+    arguments = [line for line in text[: begins[0].start()].splitlines() if line.startswith("ARG ")]
+    ends = [begin.start() for begin in begins[1:]] + [len(text)]
+    stages = {begin[1]: text[begin.start() : end] for begin, end in zip(begins, ends, strict=True)}
+    kept = [re.sub(r"(\n(#.*)?)+\Z", "\n", stages[name]) for name in names]
+    return "\n".join([*arguments, *kept])
 
 
 def _dockerfile(lock: Lock, repo: Path = paths.REPO) -> str:

@@ -1,8 +1,9 @@
 """The image of a recipe on one engine: found by its stamp, or built there.
 
 Three images on top of each other, so that a change costs what it must: `exl3kit-base` (Debian packages, or the
-registry's image), `exl3kit-env` (every wheel, 2 GB) and `exl3kit` (what this repository adds, seconds). Each is named
-by what it is made of, so nothing depends on a builder's cache.
+registry's image), `exl3kit-env` (every wheel, 2 GB) and `exl3kit` (what this repository adds, seconds); beside them
+`exl3kit-kernels` (the library for the recipe's GPUs, where it names any). Each is named by what it is made of, so
+nothing depends on a builder's cache.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import builders, context, paths, pins, rootfs, side_by_side, transfer, wheels
+from exl3kit import builders, context, kernel_image, paths, pins, rootfs, side_by_side, symbols, transfer, wheels
 from exl3kit import lock as locks
-from exl3kit.built_image import LOCK, REPOSITORY, STAMP, BuiltImage, described, find
+from exl3kit.built_image import ENVIRONMENT, LOCK, REPOSITORY, STAMP, BuiltImage, described, find
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from exl3kit.recipe import Recipe
 
 BASE = "io.exl3kit.base"
-ENVIRONMENT = "io.exl3kit.environment"
 MACHINES = {"x86_64": "linux/amd64", "amd64": "linux/amd64", "aarch64": "linux/arm64", "arm64": "linux/arm64"}
 
 # Unpacked wheels are 4.5 times their size, and a build holds them twice (installing, and copied) beside the context.
@@ -80,8 +80,12 @@ def build(recipe: Recipe, lock: Lock, node: Node, *, progress: Progress, cache: 
     check_platform(node, pinned.platform)
     if (environment := _find_environment(node, lock, pinned)) is None or not cache:
         environment = _build_environment(lock, pinned, node, progress, cache)
+    kernels = None
+    if lock.data["arch"]:
+        wanted = kernel_image.Stage(lock, pinned.platform, pinned.platform)
+        kernels = kernel_image.ensure(wanted, node, progress, cache=cache)
     with progress.stage("image") as stage:
-        builders.build(_image_request(lock, environment, cache), node, stage, progress)
+        builders.build(_image_request(lock, environment, kernels, cache), node, stage, progress)
         built = verify(node, lock)
         stage.conclude(f"{built.tag}, {built.size / 1e9:.2f} GB")
     _move_tag(node, built, recipe.name)
@@ -125,15 +129,19 @@ def _move_tag(node: Node, built: BuiltImage, name: str) -> None:
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
-def _image_request(lock: Lock, environment: str, cache: bool) -> builders.Request:
+def _image_request(lock: Lock, environment: str, kernels: str | None, cache: bool) -> builders.Request:
     args = {**lock.data["build_args"], "ENVIRONMENT": environment, "BASE": "scratch"}
+    if kernels is not None:
+        args["KERNELS"] = kernels
     return builders.Request(lock.tag, args, labels(lock), context.for_image(lock), cache)
 
 
 def labels(lock: Lock) -> dict[str, str]:
     """What the image says of itself; nothing of the machine or the hour that built it."""
     vllm = lock.data["vllm"]
+    kernels = {symbols.KERNELS_LABEL: f"{kernel_image.FOLDER}/{symbols.LIBRARY}"} if lock.data["arch"] else {}
     return {
+        **kernels,
         STAMP: lock.stamp,
         LOCK: lock.canonical().decode(),
         "org.opencontainers.image.title": REPOSITORY,

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exl3kit import paths, pins, rootfs
+from exl3kit import kernel_builder, paths, pins, rootfs
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.faults import printable
 
@@ -109,6 +109,8 @@ def make_lock(recipe: Recipe, *, repo: Path = paths.REPO) -> Lock:
         data["base"]["made"] = rootfs.key(pinned.base, pinned.platform)
     if image.arch:
         data["toolchain"] = toolchain()
+        builder = kernel_builder.load(pinned.platform, pinned.platform)
+        data["builder"] = {"packages": dict(builder.packages), "made": rootfs.key(builder, pinned.platform)}
     return Lock(data)
 
 

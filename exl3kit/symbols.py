@@ -90,9 +90,9 @@ def install(progress: Progress, hosts: tuple[str, ...] = ()) -> Path:
     with progress.stage("toolchain from locked wheels"):
         base = ["toolchain", "--lock", str(LOCK), "--into", str(into)]
         if not hosts:
-            _run_build([*base, "--readers-only"], progress)
+            run_build([*base, "--readers-only"], progress)
         for host in hosts:
-            _run_build([*base, "--host", host, "--torch-headers"], progress)
+            run_build([*base, "--host", host, "--torch-headers"], progress)
     return into
 
 
@@ -109,11 +109,11 @@ def build(need: Need, progress: Progress, out: Path | None = None) -> Path:
     words += ["--targets", ",".join(need.targets), "--codebooks", ",".join(need.codebooks)]
     words += ["--rates", ",".join(f"{rate:g}" for rate in need.rates)]
     with progress.stage(f"kernels for {host}") as stage:
-        stage.conclude(_run_build(words, progress))
+        stage.conclude(run_build(words, progress))
     return file
 
 
-def _run_build(words: list[str], progress: Progress) -> str:
+def run_build(words: list[str], progress: Progress) -> str:
     """Run build.py, telling its lines as they come; its closing line. Raises KitError (build)."""
     argv = [sys.executable, str(BUILD), *words]
     refusal: list[str] = []

@@ -47,11 +47,15 @@ def lock(
 
 
 def _update(loaded: Recipe, as_json: bool) -> None:
-    from exl3kit import paths, pins, resolve
+    from exl3kit import kernel_builder, paths, pins, resolve
     from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
-    updated = resolve.update(loaded.image, Progress(console))
+    progress = Progress(console)
+    updated = resolve.update(loaded.image, progress)
+    if loaded.image.arch:
+        with progress.stage("packages of the kernels' builder"):
+            kernel_builder.update()
     before = pins.read(updated.pins.path) if updated.pins.path.exists() else None
     changed = before != updated.pins
     if changed:

@@ -2,6 +2,7 @@
 """Build the kernel library from the units of this folder with nvcc out of PyPI wheels. Standard library only.
 
     build.py toolchain --lock LOCK --into DIR [--host aarch64] [--wheels DIR] [--torch-headers]
+    build.py wheels --lock LOCK --into DIR [--machine aarch64] [--host aarch64]
     build.py library --toolchain DIR --targets 12.0,12.1 --rates 4 --codebooks mcg --host x86_64 --out FILE
 
 Exit codes: 0 fine, 2 usage, 4 the build failed.
@@ -19,7 +20,7 @@ from typing import Any
 import units
 from compiler import BuildError, Request, Tools, compile_all, find_tools, forget_unused
 from link import link, manifest, write_sidecar
-from toolchain import MACHINES, ToolchainError, build_machine, default_cache, install
+from toolchain import MACHINES, ToolchainError, build_machine, default_cache, fetch, install
 
 CSRC = Path(__file__).resolve().parent
 
@@ -60,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     tool.add_argument("--wheels", type=Path, help="folder with the wheels, for a machine without an index")
     tool.add_argument("--readers-only", action="store_true", help="only cuobjdump and nvdisasm, for this machine")
     tool.add_argument("--torch-headers", action="store_true", help="also torch's stable-ABI headers")
+    wheels = verbs.add_parser("wheels", help="fetch the locked wheels into a folder, for a machine without an index")
+    wheels.add_argument("--lock", type=Path, required=True)
+    wheels.add_argument("--into", type=Path, required=True)
+    wheels.add_argument("--machine", choices=MACHINES, help="machine that will compile (default: this kind)")
+    wheels.add_argument("--host", choices=MACHINES, help="machine that will load the library (default: the same)")
     library = verbs.add_parser("library", help="compile and link")
     library.add_argument("--toolchain", type=Path, required=True, help="folder that `build.py toolchain` filled")
     library.add_argument("--source", type=Path, default=CSRC, help="folder of the units (default: this one)")
@@ -80,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; the exit code says how it went."""
     options = _parser().parse_args(argv)
     try:
+        if options.verb == "wheels":
+            machine = options.machine or build_machine()
+            fetch(options.lock, options.into, [options.host or machine], machine)
+            return 0
         host = options.host or build_machine()
         if options.verb == "toolchain":
             extent = {"torch_headers": options.torch_headers, "readers_only": options.readers_only}

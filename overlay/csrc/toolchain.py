@@ -57,6 +57,22 @@ def wanted(lock: dict[str, Any], machine: str, *, building: bool) -> list[dict[s
     return [wheel for wheel in lock["wheels"] if wheel["machine"] == machine and wheel["role"] in roles]
 
 
+def fetch(lock_file: Path, into: Path, hosts: list[str], machine: str | None = None) -> None:
+    """Have in ``into`` every wheel that `install` takes on ``machine`` (default: this one) for ``hosts``.
+
+    Raises ToolchainError if a wheel cannot be had or is not the locked one.
+    """
+    lock, machine = read_lock(lock_file), machine or build_machine()
+    wheels = [wheel for one in sorted({machine, *hosts}) for wheel in wanted(lock, one, building=one == machine)]
+    for wheel in [*wheels, lock["torch_headers"]]:
+        file = into / str(wheel["filename"])
+        if file.is_file() and sha256(file) == wheel["sha256"]:
+            continue
+        file.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=into, prefix=".fetch-") as downloads:
+            _fetch(wheel, None, Path(downloads)).replace(file)
+
+
 def install(
     lock_file: Path,
     into: Path,

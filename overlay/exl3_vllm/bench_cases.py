@@ -292,7 +292,7 @@ def slow_tensor(b: Bench) -> dict[str, Any]:
     m = b.matrices(1, k, n, 8)[0]
     for rows in (1024, 4096):
         x, out = b.activations(rows, k), torch.empty((rows, n), dtype=torch.float16, device=b.device)
-        plan = plans.dense_plan(plans.SM12X, gpu, rows, k, (n,))  # what dispatch takes on the GPUs that this emulates
-        us = b.timed([functools.partial(kernels.fused_linear, x, [m], False, out, plan)])
+        chosen = plans.dense_plan(plans.SM12X, gpu, rows, k, (n,))  # by dispatch on the GPUs that this emulates
+        us = b.timed([functools.partial(kernels.fused_linear, x, [m], False, out, chosen)])
         result[f"dense_{rows}_of_peak"] = 2 * rows * k * n / us / peak
     return result

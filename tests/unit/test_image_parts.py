@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,29 @@ def test_a_builder_that_stops_reading_does_not_hang_the_context(tmp_path: Path) 
         assert tar.read(1)
 
 
-def test_the_dockerfile_halves_are_whole(demo: tuple[Any, Any]) -> None:
+def test_every_stage_of_the_dockerfile_is_in_exactly_one_part() -> None:
     # given
     whole = (paths.REPO / "Dockerfile").read_text()
     # when
-    environment, last = context.environment_part(whole), context.image_part(whole)
-    # then: every stage in exactly one half, both with the global arguments
-    assert "AS environment" in environment and "AS image" not in environment
-    assert last.count("\nFROM ") == 1 and "AS image" in last and "ENTRYPOINT" in last
-    assert "ARG BASE" in environment and "ARG ENVIRONMENT" in last
+    parts = [
+        context.environment_part(whole),
+        context.kernels_part(whole),
+        context.image_part(whole, kernels=True),
+    ]
+    # then
+    named = [re.findall(r"^FROM \S+ AS (\S+)$", part, re.MULTILINE) for part in parts]
+    assert named == [["wheels", "environment"], ["compiled", "kernels"], ["built", "image"]]
+    assert sorted(name for names in named for name in names) == sorted(
+        re.findall(r"^FROM \S+ AS (\S+)$", whole, re.MULTILINE)
+    )
+    assert all(part.startswith("ARG BASE\n") and "ARG KERNELS=kernels\n" in part for part in parts)
+    assert "ENTRYPOINT" in parts[2] and not any(part.rstrip().rpartition("\n")[2].startswith("#") for part in parts)
+
+
+def test_an_image_without_gpu_code_asks_for_no_kernels() -> None:
+    part = context.image_part((paths.REPO / "Dockerfile").read_text(), kernels=False)
+    assert re.findall(r"^FROM \S+ AS (\S+)$", part, re.MULTILINE) == ["image"]
+    assert "--from=built" not in part and "ENTRYPOINT" in part
 
 
 def test_the_dockerfile_asks_nothing_that_an_engine_of_2022_lacks() -> None:
