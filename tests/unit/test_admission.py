@@ -176,7 +176,7 @@ def test_case_19_up_refuses_before_anything_is_changed_and_force_says_what_it_ri
     """Given a Spark of which half is taken, then preflight refuses with the number that fits; --force only warns."""
     asked = recipe(tmp_path)
     facts = {f"spark{n}": node_facts(Spark(number=n, available_kib=60_000_000)) for n in (1, 2)}
-    monkeypatch.setattr(doctor, "place", lambda node, found: checks.Place(node, found.address, found.probe))
+    monkeypatch.setattr(doctor, "place", lambda node, found: checks.Place(node.name, found.address, found.probe))
     nodes = [Named(name) for name in facts]
     found = weights.survey(asked)
     planned = deployment.plan(asked, "0" * 64, list(facts), facts, dict.fromkeys(facts, "/w"), "g")
