@@ -298,7 +298,11 @@ def environment(
     bridge: bool,
 ) -> dict[str, str]:
     """Environment of one rank that a recipe may change: what the facts demand, and over that the recipe's own."""
-    here = facts[placement[rank]]
+    return own_environment(recipe) | facts_environment(recipe, rank, placement, facts, bridge=bridge) | recipe.serve.env
+
+
+def own_environment(recipe: Recipe) -> dict[str, str]:
+    """What the kit sets on every machine."""
     env = {
         "HOME": "/tmp",
         "VLLM_CACHE_ROOT": STATE_DIR + "/vllm",  # one folder of it for each spec; never shared between ranks
@@ -307,6 +311,16 @@ def environment(
     }
     if recipe.image.on_cpu:
         env["TORCH_COMPILE_DISABLE"] = "1"  # the image has no C++ compiler, and vLLM's small compiled helpers need one
+    return env
+
+
+def facts_environment(
+    recipe: Recipe, rank: int, placement: Sequence[str], facts: Mapping[str, NodeFacts], *, bridge: bool
+) -> dict[str, str]:
+    """What the facts of the rank's node demand."""
+    here = facts[placement[rank]]
+    env = {}
+    if recipe.image.on_cpu:
         binding = thread_binding(recipe, rank, placement, facts)
         if binding:
             env["VLLM_CPU_OMP_THREADS_BIND"] = binding
@@ -316,7 +330,7 @@ def environment(
         if here.own_name[:1] != (here.address,) and here.interface is not None:
             # Gloo binds to what the host name resolves to, often 127.0.1.1, and its peers cannot connect to that.
             env["GLOO_SOCKET_IFNAME"] = here.interface
-    return env | recipe.serve.env
+    return env
 
 
 def network(recipe: Recipe, rank: int, placement: Sequence[str], facts: Mapping[str, NodeFacts]) -> dict[str, str]:

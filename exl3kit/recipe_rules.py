@@ -121,11 +121,16 @@ def environment_faults(env: Mapping[str, str]) -> list[Fault]:
     return faults
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds what nobody else should read."""
+    return _SECRETS.fullmatch(name) is not None
+
+
 def _not_for_a_recipe(name: str) -> str | None:
     """Why this name may not stand in `serve.env`, or None."""
     if name in _ENVIRONMENT:
         return _ENVIRONMENT[name]
-    if _SECRETS.fullmatch(name):
+    if is_secret(name):
         return _SECRET + "; weights are fetched before the ranks start, and these need no log-in"
     return next((reason for beginning, reason in _BEGINNINGS.items() if name.startswith(beginning)), None)
 

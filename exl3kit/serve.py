@@ -34,7 +34,6 @@ from exl3kit import weights as weight_files
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
-    from pathlib import Path
 
     from exl3kit.asking import Answer
     from exl3kit.containers import Standing
@@ -382,11 +381,3 @@ def proven_receipts(standing: Sequence[Standing], ground: Ground) -> list[dict[s
     counted = receipts.collect(standing)
     receipts.verify(counted, ground.recipe, ground.weights)
     return counted
-
-
-def render_files(recipe: Recipe, nodes: Sequence[Node], out: Path) -> tuple[Deployment, list[Path]]:
-    """Write the files of a deployment without starting anything."""
-    from exl3kit import render
-
-    deployment = survey(recipe, nodes).plan(new_generation())
-    return deployment, render.write(deployment, out)

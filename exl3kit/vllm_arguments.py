@@ -39,9 +39,11 @@ _ENDS = "vLLM prints it and ends, and nothing would serve"
 # And those that the kit sets itself or cannot work with, each with the reason.
 REASONS = {
     "--": "the kit's own arguments come after these, and would no longer be read as options",
+    "--api-server-count": "the gang's liveness reads the counters of one API server; a second would hide a stall",
     "--config": "a second file of settings would escape every check of this one",
     "--data-parallel-size": "the kit starts one gang per recipe",
     "--disable-access-log-for-endpoints": "the kit sets it, so that its own questions stay out of the log",
+    "--disable-log-stats": "the gang's liveness reads these counters: without them a stall would never be seen",
     "--distributed-executor-backend": "the kit chooses how ranks start",
     "--enable-prompt-tokens-details": "the kit sets it, and counts cached tokens by it",
     "--grpc": _PROBE,

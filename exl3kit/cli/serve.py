@@ -13,6 +13,8 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
+    from exl3kit.deployment import Deployment
+    from exl3kit.rank_env import Variable
     from exl3kit.recipe import Probe
     from exl3kit.serve import Serving
 
@@ -194,18 +196,34 @@ def deployment_name(recipe: str) -> str:
 
 def render(
     recipe: args.RecipeArg,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write to; one folder per node in it.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder to write to; one folder per node in it.", show_default=False)
+    ] = None,
     nodes: Nodes = "local",
+    env: Annotated[
+        bool, typer.Option("--env", help="Show every rank's environment instead, with the source of each value.")
+    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show only what differs between the ranks.")] = False,
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
 ) -> None:
-    """Write the files that `kit up` would start: per node a compose file and env files; starts nothing."""
-    from exl3kit import recipes, serve
+    """Write the files that `kit up` would start, or show what the ranks would get; starts nothing."""
+    from exl3kit import rank_env, recipes, serve
+    from exl3kit import render as files
+    from exl3kit.errors import KitError
     from exl3kit.nodes import open_nodes
 
+    if (out is None) != (env or diff):
+        raise KitError("give either --out, or --env or --diff", where="kit render", next_step="kit render --help")
     loaded = recipes.load(recipe, sets or ())
     with open_nodes(nodes) as opened:
-        deployment, written = serve.render_files(loaded, opened, out)
+        ground = serve.survey(loaded, opened)
+        deployment = ground.plan(serve.new_generation())
+        told = rank_env.of_deployment(ground, deployment) if out is None else {}
+    if out is None:
+        show_environment(told, deployment, only_differing=diff, as_json=as_json)
+        return
+    written = files.write(deployment, out)
     if as_json:
         ranks = [
             {
@@ -222,3 +240,26 @@ def render(
         return
     for path in written:
         print(path)
+
+
+def show_environment(
+    told: dict[int, list[Variable]], deployment: Deployment, *, only_differing: bool, as_json: bool
+) -> None:
+    """Variables, values and sources of all ranks; a value that is the same everywhere is shown once."""
+    from dataclasses import asdict
+
+    from exl3kit import rank_env
+
+    differing = rank_env.differing(told)
+    arguments = rank_env.differing_arguments(deployment)
+    if as_json:
+        ranks = [
+            {"rank": rank, "env": [asdict(one) for one in env if not only_differing or one.name in differing]}
+            for rank, env in told.items()
+        ]
+        output.emit({"deployment": deployment.name, "ranks": ranks, "differing": differing, "arguments": arguments})
+        return
+    for line in rank_env.as_lines(told, only_differing=only_differing):
+        print(line)
+    for rank, words in arguments.items() if only_differing else ():
+        print(f"rank {rank}: vllm arguments  {' '.join(words)}")
