@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median, stdev
 
 
@@ -78,6 +79,7 @@ def boot_rate(rungs: Sequence[Sequence[float]]) -> float:
 # Student's t ----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)
 def student_quantile(p: float, freedom: int) -> float:
     """The value that a t-distributed number stays below with probability `p`, 0.5 <= p < 1, by bisection."""
     if not 0.5 <= p < 1 or freedom < 1:
@@ -85,7 +87,7 @@ def student_quantile(p: float, freedom: int) -> float:
     low, high = 0.0, 1.0
     while student_below(high, freedom) < p:
         high *= 2
-    for _ in range(100):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if student_below(middle, freedom) < p else (low, middle)
     return (low + high) / 2

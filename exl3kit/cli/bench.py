@@ -167,6 +167,45 @@ def ab(
         raise typer.Exit(output.refuse(error, as_json=False))
 
 
+@app.command("selftest")
+def selftest(
+    recipe: RecipeOption = None,
+    nodes: Nodes = "local",
+    sets: args.SetOption = None,
+    url: Url = None,
+    key_file: KeyFile = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Put everything before the gate that it must refuse, recorded and live; 0 only when each is refused.
+
+    With a recipe that is up, or --url, that server too gets a repeated prompt, and requests of somebody else.
+    """
+    from dataclasses import asdict
+
+    from exl3kit.bench import selftest as tests
+    from exl3kit.progress import Progress
+
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    with progress.stage("recorded"):
+        cases = [*tests.of_recorded(), *tests.of_campaigns()]
+    with progress.stage("live, on a server of known speed"):
+        cases += tests.of_live()
+    if recipe is not None or url is not None:
+        with _target(recipe, sets, nodes, url, key_file) as target, progress.stage(f"live, on {target.place.name}"):
+            cases += tests.of_server(target)
+    if as_json:
+        output.emit({"cases": [{**asdict(case), "held": case.held} for case in cases]})
+    else:
+        for case in cases:
+            word = "as it must" if case.held else "WRONG"
+            said = f"refused: {case.reasons[0]}" if case.reasons else "counts"
+            console.print(f"{word}  {case.name} ({case.how}): {said}", markup=False, style=None if case.held else "red")
+        console.print(f"{sum(case.held for case in cases)} of {len(cases)} cases were judged as they must be")
+    if error := tests.refusal(cases):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
 def arms(
     recipe: str, against: str | None, sets: list[str] | None, a_sets: list[str] | None, b_sets: list[str] | None
 ) -> tuple[Recipe, Recipe]:
