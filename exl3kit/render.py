@@ -19,6 +19,7 @@ from exl3kit.errors import KitError
 
 TEMPLATE = "node.yaml.j2"
 COMPOSE_FILE = "compose.yaml"
+PRIVATE = ("gang_secret",)  # besides env files
 SHM_BYTES = 1 << 30
 GRACE_S = 30  # the head answers what it has for 20 s, and the other ranks compute for it until then
 START_PERIOD_S = 1800  # loading 164 GiB from one disk takes this long; until then a rank is "starting", not unhealthy
@@ -90,13 +91,22 @@ def env_value(name: str, value: str) -> str:
 
 
 def write(deployment: Deployment, out: Path) -> list[Path]:
-    """Write the files below `out`; env files are 0600 from the first byte on. Returns the paths written."""
+    """Write the files of a deployment below `out`; gives the paths written."""
+    return write_files(files(deployment), out)
+
+
+def write_files(texts: Mapping[str, str], out: Path) -> list[Path]:
+    """Write texts by their names below `out`; env files and secrets are 0600 from the first byte on.
+
+    Raises `KitError` when the folder cannot be written.
+    """
     written = []
     try:
-        for name, text in files(deployment).items():
+        for name, text in texts.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, text, mode=0o600 if path.suffix == ".env" else 0o644)
+            private = path.suffix == ".env" or path.name in PRIVATE
+            write_file(path, text, mode=0o600 if private else 0o644)
             written.append(path)
     except OSError as error:
         next_step = "give a directory that you may write with --out"

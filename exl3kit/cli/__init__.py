@@ -16,6 +16,7 @@ from exl3kit.cli import (
     build,
     demo,
     doctor,
+    export,
     lock,
     models,
     output,
@@ -46,6 +47,7 @@ app.add_typer(overlay.app, name="overlay")
 app.add_typer(models.app, name="models")
 app.add_typer(weights.app, name="weights")
 app.add_typer(bench.app, name="bench")
+app.add_typer(export.app, name="export")
 VERBS: tuple[Callable[..., None], ...] = (
     *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
     *(receipts.receipts, demo.demo),
