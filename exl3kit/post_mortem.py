@@ -11,11 +11,13 @@ import json
 import tarfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from exl3kit import containers
 from exl3kit.deployment import STATE_DIR
+from exl3kit.errors import KitError
 from exl3kit.faults import printable
 
 if TYPE_CHECKING:
@@ -51,16 +53,19 @@ def of(one: Standing) -> dict[str, Any] | None:
 def keep(standing: Sequence[Standing]) -> int:
     """Write every post-mortem into the kit's folder on its node; gives how many there were.
 
-    A node that has no room for it does not keep a deployment from being taken down.
+    A node that has no room for it, or no longer answers, does not keep a deployment from being taken down.
     """
-    kept = 0
-    for one in standing:
+    with ThreadPoolExecutor(max_workers=max(1, len(standing))) as pool:
+        return sum(pool.map(keep_one, standing))
+
+
+def keep_one(one: Standing) -> bool:
+    with suppress(KitError):
         found = of(one)
         if found is not None:
-            text = json.dumps({**found, "container": str(one.container.name)}, indent=1)
             argv = ["sh", "-c", _KEEP, "sh", one.deployment, f"post-mortem-rank{one.rank}.json"]
-            kept += one.node.run(argv, input=text).returncode == 0
-    return kept
+            return one.node.run(argv, input=json.dumps(found, indent=1)).returncode == 0
+    return False
 
 
 def kept(nodes: Iterable[Node], deployment: str) -> list[dict[str, Any]]:

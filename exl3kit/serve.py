@@ -25,6 +25,7 @@ from exl3kit import (
     lock,
     node_files,
     ports,
+    post_mortem,
     proving,
     receipts,
     transport,
@@ -34,7 +35,6 @@ from exl3kit import weights as weight_files
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
-
     from exl3kit.asking import Answer
     from exl3kit.containers import Standing
     from exl3kit.deploy_lock import Locks
@@ -186,6 +186,7 @@ def replace(
     prepare(ground, progress)
     locks.check()
     with progress.stage("stop what stood before") as stage:  # or a network, left of a kit that was killed
+        post_mortem.keep(containers.find(ground.nodes, deployment.name))
         removed = containers.take_down(ground.nodes, deployment.name)
         stage.conclude(", ".join(removed) or "nothing did")
     settle(ground, deployment, progress, force=force)
@@ -320,6 +321,7 @@ def removed_on_failure(nodes: Sequence[Node], deployment: Deployment) -> Iterato
     except BaseException as failure:
         with undisturbed():
             try:
+                post_mortem.keep(containers.find(nodes, deployment.name, deployment.generation))
                 containers.take_down(nodes, deployment.name, generation=deployment.generation, grace=0)
             except KitError as left:
                 raise with_remains(failure, left) from failure

@@ -21,6 +21,7 @@ DeploymentName = Annotated[
     str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name; all deployments when left out.")
 ]
 WATCH_SECONDS = 2.0
+PLAIN_WIDTH = 250  # of a table that goes into a file or a pipe
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
 
 
@@ -102,8 +103,9 @@ def watch_status(name: str | None, nodes: str) -> None:
 
 
 def show(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> None:
+    console = output.console()
     for part in page(told, missing, recipe, nodes):
-        output.console().print(part)
+        console.print(part, width=None if console.is_terminal else PLAIN_WIDTH)
 
 
 def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> list[RenderableType]:
@@ -207,6 +209,7 @@ def remark(rank: dict[str, Any]) -> str:
     if rank["waiting_for"]:
         return f"waits for {statuses.waits(rank)}"
     said = rank["why"] or rank["unhealthy"] or ""
+    said = "" if said == rank["state"] else said
     return said + (f" ({rank['restarts']} restarts)" if rank["restarts"] else "")
 
 
