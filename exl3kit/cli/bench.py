@@ -206,6 +206,29 @@ def selftest(
         raise typer.Exit(output.refuse(error, as_json=False))
 
 
+@app.command("report")
+def report(
+    campaign: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with the receipts of a campaign.")],
+    earlier: Annotated[Path | None, typer.Option("--beside", help="Receipts of another day, side by side.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Where the page goes; else beside the receipts.")] = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """One self-contained HTML page of a campaign, drawn from its observations anew, and its plots as PNGs."""
+    from exl3kit.bench import records
+    from exl3kit.bench import report as pages
+
+    found = records.read(campaign)
+    beside = records.read(earlier) if earlier is not None else None
+    view, files = pages.write(found, out or found.folder, beside)
+    if as_json:
+        output.emit({"verdict": view.verdict, "valid": view.valid, "files": [str(path) for path in files]})
+        return
+    console = output.console()
+    console.print(f"{view.title}: {view.verdict}", markup=False)
+    for path in files:
+        console.print(str(path), markup=False)
+
+
 def arms(
     recipe: str, against: str | None, sets: list[str] | None, a_sets: list[str] | None, b_sets: list[str] | None
 ) -> tuple[Recipe, Recipe]:
