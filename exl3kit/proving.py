@@ -84,17 +84,18 @@ def refuse_ended(standing: Sequence[Standing], before: Mapping[int, int]) -> Non
             ended.append(one)
     if not ended:
         return
-    if (death := last_death(standing)) is not None:
-        first, record = death["first"], death["records"].get(str(death["first"]["rank"]), {})
+    death = last_death(standing)
+    if death is None:
+        culprit = min(ended, key=lambda one: str(one.container.attrs["State"]["FinishedAt"]))
+        exit_code = containers.last_exit_code(culprit)
+        what, words = f"rank {culprit.rank} ended with exit code {exit_code}", {}
+    else:
+        first, records = death["first"], death["records"]
         culprit = next((one for one in standing if one.rank == first["rank"]), ended[0])
-        raise no_service(
-            standing, f"rank {first['rank']}: {first['sentence']}", None, culprit, refused(record.get("exit_code"))
-        )
-    culprit = min(ended, key=lambda one: str(one.container.attrs["State"]["FinishedAt"]))
-    exit_code = containers.last_exit_code(culprit)
-    raise no_service(
-        standing, f"rank {culprit.rank} ended with exit code {exit_code}", None, culprit, refused(exit_code)
-    )
+        exit_code = records.get(str(first["rank"]), {}).get("exit_code")
+        what = f"rank {first['rank']}: {first['sentence']}"
+        words = {int(rank): list(record.get("lines") or ()) for rank, record in records.items()}
+    raise no_service(standing, what, None, culprit, refused(exit_code), words)
 
 
 def last_death(standing: Sequence[Standing]) -> dict[str, Any] | None:
@@ -115,12 +116,16 @@ def no_service(
     why: str | None,
     culprit: Standing | None = None,
     code: ExitCode | None = None,
+    words: Mapping[int, list[str]] | None = None,
 ) -> KitError:
-    """The error for a gang that does not serve; `detail` of it holds the last log lines of every rank."""
+    """The error for a gang that does not serve, with the last log lines of every rank.
+
+    `words`: by rank, what it logged before it ended; where that is not known, the end of its log now.
+    """
     culprit = culprit or standing[0]
-    logs = {f"rank {one.rank} on {one.node.name}": last_words(one) for one in standing}
-    last = [line for line in logs[f"rank {culprit.rank} on {culprit.node.name}"] if line.strip()][-FINAL_WORDS:]
-    shown = "\n".join(f"  {rank} | {line}" for rank, lines in logs.items() for line in lines)
+    logs = {one.rank: (words or {}).get(one.rank) or last_words(one) for one in standing}
+    last = [line for line in logs[culprit.rank] if line.strip()][-FINAL_WORDS:]
+    shown = "\n".join(f"  rank {one.rank} on {one.node.name} | {line}" for one in standing for line in logs[one.rank])
     return KitError(
         what,
         where=f"node {culprit.node.name}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from rich.console import Console
 from rig_hosts import REPOSITORY, Completed, Rig, call
 from rig_lib.plan import SUBNET
 
-from exl3kit import recipes, serve
+from exl3kit import proving, recipes, serve
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.nodes import open_nodes
 from exl3kit.progress import Progress
@@ -49,6 +52,74 @@ def ask(rig: Rig, prompt: str, address: str = "127.0.0.1") -> str:
     return call(
         "nsenter", network_of(rig, "node1"), sys.executable, "-c", program, url, prompt, timeout=90
     ).stdout.removesuffix("\n")
+
+
+@contextmanager
+def listening(rig: Rig, node: str, port: int) -> Iterator[None]:
+    """Something foreign listens on a port of a host."""
+    argv = ["nsenter", network_of(rig, node), sys.executable, "-m", "http.server", str(port)]
+    listener = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            if rig.exec(node, "ss", "-Hltn", f"sport = :{port}").stdout:
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        listener.kill()
+        listener.wait()
+
+
+LOAD = """
+import collections, http.client, json, sys, threading, time
+pairs, seconds, stop = json.loads(sys.argv[1]), float(sys.argv[2]), threading.Event()
+seen, lock = collections.Counter(), threading.Lock()
+def ask(pair):
+    body = {"model": "demo", "prompt": pair["question"], "max_tokens": 100, "temperature": 0}
+    connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=seconds)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+    except TimeoutError:
+        return "hung"
+    except (OSError, http.client.HTTPException):
+        return "refused"
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return "refused" if answer.status >= 500 else f"status {answer.status}"
+    return "exact" if json.loads(text)["choices"][0]["text"] == pair["answer"] else "wrong"
+def client(number):
+    while not stop.is_set():
+        outcome = ask(pairs[number % len(pairs)])
+        with lock:
+            seen[outcome] += 1
+        if outcome == "refused":
+            time.sleep(0.2)
+threads = [threading.Thread(target=client, args=(number,)) for number in range(int(sys.argv[3]))]
+for thread in threads: thread.start()
+sys.stdin.read()
+stop.set()
+for thread in threads: thread.join()
+print(json.dumps(seen))
+"""
+
+
+@contextmanager
+def clients(rig: Rig, number: int) -> Iterator[Callable[[], dict[str, int]]]:
+    """Clients on node1 that ask without pause; the function gives how often each outcome was, after they have ended."""
+    argv = ["nsenter", network_of(rig, "node1"), sys.executable, "-c", LOAD, json.dumps(QUESTIONS), "120", str(number)]
+    load = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    told_by_it: list[str] = []
+    try:
+        time.sleep(2)
+        yield lambda: json.loads(told_by_it[0])
+        time.sleep(2)
+        told_by_it.append(load.communicate(input="", timeout=150)[0])
+    finally:
+        load.kill()
+        load.wait()
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +185,70 @@ def test_receipts_of_both_ranks_agree_and_another_tier_than_the_recipes_is_told(
     assert alone["faults"] == ["receipts of 2 ranks were expected and those of [0] came"]
 
 
-def test_status_tells_ranks_state_stamp_and_receipts(ready: Rig, serving: dict[str, Any]) -> None:
+def test_status_tells_ranks_state_progress_network_and_receipts(ready: Rig, serving: dict[str, Any]) -> None:
     (one,) = told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"]
     assert (one["deployment"], one["state"], one["stamp"]) == ("demo-tp2", "serving", serving["stamp"])
-    assert one["generation"] == serving["generation"]
-    assert [rank["state"] for rank in one["ranks"]] == ["running", "running"]
-    assert [rank["receipts"][0]["trellis_tensors"] for rank in one["ranks"]] == [15, 15]
+    assert (one["generation"], one["incarnation"] >= 1) == (serving["generation"], True)
+    head, worker = one["ranks"]
+    assert [rank["state"] for rank in (head, worker)] == ["serving", "serving"]
+    assert [rank["receipts"][0]["trellis_tensors"] for rank in (head, worker)] == [15, 15]
+    assert head["progress"]["generation_tokens"] > 0 and worker["progress"] is None
+    assert head["memory"]["available"] > 0
+    for rank, peer in ((head, 2), (worker, 1)):
+        assert rank["transport"]["kind"] == "tcp"
+        assert rank["transport"]["says"].startswith("Gloo, TCP over ")
+        assert rank["transport"]["says"].endswith(f" to {SUBNET}.{peer}")
+    table = kit(ready, "status", "demo-tp2", "--nodes", NODES).stdout
+    for words in ("demo-tp2  serving", "Gloo, TCP over", "GiB free", "legacy"):
+        assert words in table, table
 
 
-def test_up_again_changes_nothing(ready: Rig, serving: dict[str, Any]) -> None:
+def test_receipts_name_the_network_that_each_rank_uses(serving: dict[str, Any]) -> None:
+    assert [receipt["transport"]["kind"] for receipt in serving["ranks"]] == ["tcp", "tcp"]
+
+
+def incarnations(rig: Rig) -> list[str]:
+    """Ids and start times of both ranks' containers: equal means that nothing was restarted."""
+    names = (("node1", "exl3kit-demo-tp2-rank0"), ("node2", "exl3kit-demo-tp2-rank1"))
+    return [
+        rig.docker(node, "inspect", "--format", "{{.Id}} {{.State.StartedAt}} {{.RestartCount}}", name).stdout
+        for node, name in names
+    ]
+
+
+def test_up_again_restarts_nothing_and_wait_returns_at_once(ready: Rig, serving: dict[str, Any]) -> None:
+    before = incarnations(ready)
     begun = time.monotonic()
     again = told(kit(ready, "up", "demo-tp2", "--nodes", NODES, "--json"))
     assert (again["started"], again["generation"]) == (False, serving["generation"])
     assert time.monotonic() - begun < 30
+    assert told(kit(ready, "wait", "demo-tp2", "--nodes", NODES, "--json"))["answer"] == "4"
+    assert incarnations(ready) == before
+
+
+def test_what_preflight_refuses_leaves_the_old_one_serving(ready: Rig, serving: dict[str, Any]) -> None:
+    before = incarnations(ready)
+    with listening(ready, "node1", 8100):
+        for verb in ("up", "restart"):
+            done = kit(ready, verb, "demo-tp2", "--nodes", NODES, "--set", "serve.port=8100")
+            assert "port 8100 is in use" in refusal(done, 3)
+    assert incarnations(ready) == before
+    assert ask(ready, "2+2=") == "4"
+
+
+def test_render_shows_every_ranks_environment_with_its_sources(ready: Rig, serving: dict[str, Any]) -> None:
+    ranks = told(kit(ready, "render", "demo-tp2", "--nodes", NODES, "--env", "--json"))["ranks"]
+    shown = {rank["rank"]: {one["name"]: one for one in rank["env"]} for rank in ranks}
+    inspected = json.loads(ready.docker("node1", "inspect", "exl3kit-demo-tp2-rank0").stdout)[0]["Config"]["Env"]
+    given = dict(entry.split("=", 1) for entry in inspected)
+    del given["EXL3_GENERATION"]
+    assert {name: shown[0][name]["value"] for name in given} == given
+    assert shown[1]["VLLM_HOST_IP"] == {
+        **dict.fromkeys(("instead_of",)), "name": "VLLM_HOST_IP", "value": f"{SUBNET}.2", "source": "facts"
+    }  # fmt: skip
+    difference = kit(ready, "render", "demo-tp2", "--nodes", NODES, "--diff").stdout
+    assert f"rank 0: VLLM_HOST_IP={SUBNET}.1  (facts)" in difference
+    assert "HF_HUB_OFFLINE" not in difference
 
 
 def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Rig, serving: dict[str, Any]) -> None:
@@ -135,6 +257,13 @@ def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Ri
         assert any(line.startswith(prefix) for line in lines)
     as_json = told(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--tail", "1", "--json"))["lines"]
     assert sorted((line["rank"], line["node"]) for line in as_json) == [(0, "node1"), (1, "node2")]
+    every = told(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--since", "1d", "--json"))["lines"]
+    assert [line["time"] for line in every] == sorted(line["time"] for line in every)
+    assert {line["rank"] for line in every} == {0, 1}
+    middle = every[len(every) // 2]["time"]
+    later = told(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--since", middle[:26] + "+00:00", "--json"))["lines"]
+    assert later and all(line["time"][:26] >= middle[:26] for line in later) and len(later) < len(every)
+    assert "no death of demo-tp2" in refusal(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--post-mortem"), 2)
     argv = kit_argv("logs", "demo-tp2", "--nodes", NODES, "--follow", "--tail", "1")
     follow = subprocess.Popen(argv, env=ready.env, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert follow.stdout is not None
@@ -144,13 +273,60 @@ def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Ri
     assert ask(ready, "2+2=") == "4"
 
 
-def test_down_leaves_no_container_network_or_port(ready: Rig, serving: dict[str, Any]) -> None:
+def test_restart_under_load_answers_or_refuses_every_request_while_a_second_operator_is_refused(
+    ready: Rig, serving: dict[str, Any]
+) -> None:
+    """Given eight clients without pause, when the gang is restarted, then no request hangs or gets a wrong answer."""
+    before = incarnations(ready)
+    with clients(ready, 8) as outcomes:
+        argv = kit_argv("restart", "demo-tp2", "--nodes", NODES, "--json")
+        restart = subprocess.Popen(argv, env=ready.env, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            assert restart.stderr is not None
+            for line in restart.stderr:
+                if b"start the ranks" in line:
+                    break
+            sentence = refusal(kit(ready, "down", "demo-tp2", "--nodes", "node2,node1"), 3)
+            again = json.loads(restart.communicate(timeout=VERB_SECONDS)[0])
+        finally:
+            restart.kill()
+            restart.wait()
+    assert "another operator is changing what runs there" in sentence and "`kit restart demo-tp2`, process" in sentence
+    assert again["started"] and again["generation"] > serving["generation"]
+    assert all(old.split()[0] != new.split()[0] for old, new in zip(before, incarnations(ready), strict=True))
+    seen = outcomes()
+    assert set(seen) <= {"exact", "refused"}, seen
+    assert seen["exact"] > 8 and seen["refused"] > 0, seen  # of both gangs, and between them
+
+
+def test_down_with_a_node_gone_says_what_may_run_there_and_how_to_finish(ready: Rig, serving: dict[str, Any]) -> None:
+    ready.link("node2", "down")
+    try:
+        done = kit(ready, "status", "--nodes", NODES, "--json")
+        (one,) = told(done, 6)["deployments"]
+        assert (one["state"], one["ranks"][1]["state"], one["ranks"][1]["node"]) == (
+            "unreachable",
+            "unreachable",
+            "node2",
+        )
+        assert "rank 1 on node2 cannot be asked" in one["note"]
+        found = told(kit(ready, "down", "demo-tp2", "--nodes", NODES, "--json"), 6)
+        assert found["removed"] == ["exl3kit-demo-tp2-rank0"]
+        assert (found["unreachable"], found["absent"]) == (["node2"], [1])
+        assert "demo-tp2 may still run on node2 (rank 1 of it)" in found["error"]["what"]
+        assert "`kit down demo-tp2 --nodes node2`" in found["error"]["next"]
+        assert everything(ready, "node1") == []
+    finally:
+        ready.link("node2", "up")
+    assert everything(ready, "node2") == ["container exl3kit-demo-tp2-rank1"]
     begun = time.monotonic()
-    removed = told(kit(ready, "down", "demo-tp2", "--nodes", NODES, "--json"))["removed"]
-    assert removed == ["exl3kit-demo-tp2-rank0", "exl3kit-demo-tp2-rank1"]
-    assert time.monotonic() - begun < 30
+    removed = told(kit(ready, "down", "demo-tp2", "--nodes", "node2", "--json"))["removed"]
+    assert removed == ["exl3kit-demo-tp2-rank1"]
+    assert time.monotonic() - begun < 40
     assert_empty(ready)
-    assert ready.exec("node1", "ss", "-Hltn", "( sport = :8000 or sport = :18000 )").stdout == ""
+    for node in ("node1", "node2"):
+        ports = "( sport = :8000 or sport = :18000 or sport = :28000 )"
+        assert ready.exec(node, "ss", "-Hltun", ports).stdout == ""
     assert told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"] == []
 
 
@@ -222,12 +398,11 @@ def test_a_rank_that_ends_at_once_with_0_is_a_failure_that_shows_its_last_words(
         planned = replace(planned, ranks=ranks)
         # When it is started and its first answer is waited for
         with pytest.raises(KitError) as failed, serve.removed_on_failure(nodes, planned):
-            serve.prove(serve.start(ground, planned, None), recipe, deadline_s=60)
+            proving.prove(serve.start(ground, planned, None), recipe, deadline_s=60)
     # Then no "started" is said
     assert failed.value.code == ExitCode.SERVING
-    assert "ended with exit code 1" in failed.value.what
+    assert "ended by itself with status 0; a server that nobody stopped has failed" in failed.value.what
     sentence = str(failed.value)
-    assert "by itself with status 0" in sentence
     for number, node in enumerate(("node1", "node2")):
         assert f"rank {number} on {node} | no server in rank {number}" in sentence
     assert_empty(ready)
@@ -236,50 +411,97 @@ def test_a_rank_that_ends_at_once_with_0_is_a_failure_that_shows_its_last_words(
 def test_an_argument_that_vllm_refuses_is_told_in_its_own_words(ready: Rig) -> None:
     done = kit(ready, "up", "demo-tp2", "--nodes", NODES, "--set", "serve.args=[--max-lora-rank, three]")
     sentence = refusal(done, 7)
-    assert "ended with exit code 2" in sentence
+    assert "ended by itself with status 2" in sentence
     assert "argument --max-lora-rank" in sentence
     assert_empty(ready)
+    # and what the ranks wrote of it outlives their containers
+    kept = kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--post-mortem").stdout
+    assert "first: rank " in kept and "argument --max-lora-rank" in kept, kept
 
 
 def test_a_taken_port_is_refused_with_its_owner(ready: Rig) -> None:
-    listener = subprocess.Popen(
-        ["nsenter", network_of(ready, "node1"), sys.executable, "-m", "http.server", "8000"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        for _ in range(100):
-            if ready.exec("node1", "ss", "-Hltn", "sport = :8000").stdout:
-                break
-            time.sleep(0.1)
+    with listening(ready, "node1", 8000):
         sentence = refusal(kit(ready, "up", "demo-tp2", "--nodes", NODES), 3)
-    finally:
-        listener.kill()
-        listener.wait()
     assert "node node1: port 8000 is in use" in sentence
     assert_empty(ready)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_while_starting_takes_away_what_was_started(ready: Rig, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        kit_argv("up", "demo-tp2", "--nodes", NODES),
-        env=ready.env,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+def test_a_container_of_another_recipe_under_the_same_name_is_refused(ready: Rig, tiny_image: str) -> None:
+    """Given a rank of `demo.tp2`, whose container has the name that a rank of `demo-tp2` would have."""
+    name = "exl3kit-demo-tp2-rank1"
+    ready.docker("node2", "create", "--name", name, "--label", "io.exl3kit.deployment=demo.tp2", tiny_image, "true")
+    try:
+        sentence = refusal(kit(ready, "up", "demo-tp2", "--nodes", NODES), 3)
+    finally:
+        ready.docker("node2", "rm", name)
+    assert f"node node2: the container {name} is not of demo-tp2" in sentence
+    assert "`kit down demo.tp2`" in sentence
+    assert_empty(ready)
+
+
+def test_nothing_that_stands_is_nothing_to_restart_or_to_wait_for(ready: Rig) -> None:
+    assert "no rank of demo-tp2 is there to restart" in refusal(kit(ready, "restart", "demo-tp2", "--nodes", NODES), 3)
+    assert "nothing of demo-tp2 stands there" in refusal(kit(ready, "wait", "demo-tp2", "--nodes", NODES), 7)
+
+
+def launched(rig: Rig, *argv: str) -> subprocess.Popen[str]:
+    """A verb that runs."""
+    return subprocess.Popen(
+        kit_argv(*argv), env=rig.env, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """What a verb prints until a line with these words, or until it ends."""
     assert process.stdout is not None
+    text = ""
     for line in process.stdout:
-        if "first answer" in line:
+        text += line
+        if words in line:
             break
+    return text
+
+
+def test_of_two_operators_at_once_one_wins_and_ctrl_c_takes_away_what_it_started(ready: Rig) -> None:
+    """Given two who start at the same time, in other orders of the nodes, then one is refused with owner and age."""
+    both = [launched(ready, "up", "demo-tp2", "--nodes", nodes) for nodes in (NODES, "node2,node1")]
+    with ThreadPoolExecutor() as pool:
+        printed = list(pool.map(lambda process: read_until(process, "first answer"), both))
+    lost, won = sorted(range(2), key=lambda number: "first answer" in printed[number])
+    assert "first answer" in printed[won] and "first answer" not in printed[lost], printed
+    assert both[lost].wait(timeout=30) == 3
+    assert re.search(r"another operator .*`kit up demo-tp2`, process \d+, for \d+ s", printed[lost]), printed[lost]
+    interrupted(ready, both[won], signal.SIGINT)
+
+
+def test_sigterm_while_starting_takes_away_what_was_started(ready: Rig) -> None:
+    process = launched(ready, "up", "demo-tp2", "--nodes", NODES)
+    read_until(process, "first answer")
     assert everything(ready, "node1")
+    interrupted(ready, process, signal.SIGTERM)
+
+
+def interrupted(rig: Rig, process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """End a start by a signal: it ends as interrupted, soon, and nothing of it is left."""
     process.send_signal(number)
-    begun = time.monotonic()
+    sent = time.monotonic()
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 130, rest
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - sent < 20
+    assert_empty(rig)
+
+
+def test_a_kit_that_is_killed_leaves_no_lock_and_down_clears_what_it_left(ready: Rig) -> None:
+    process = launched(ready, "up", "demo-tp2", "--nodes", NODES)
+    read_until(process, "first answer")
+    assert "up demo-tp2" in ready.ssh("node2", "cat /tmp/exl3kit-deployment-lock").stdout
+    process.kill()
+    process.wait()
+    assert told(kit(ready, "down", "demo-tp2", "--nodes", NODES, "--json"))["removed"] == [
+        "exl3kit-demo-tp2-rank0",
+        "exl3kit-demo-tp2-rank1",
+    ]
+    assert ready.ssh("node2", "ls /tmp/exl3kit-deployment-lock", check=False).returncode != 0
     assert_empty(ready)
 
 
