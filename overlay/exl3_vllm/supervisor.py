@@ -172,7 +172,7 @@ class Supervisor:
 
     def start(self, now: float) -> None:
         """Start vLLM in the incarnation that the gang has agreed on."""
-        self.state.enter(self.gang.incarnation)
+        self.state.enter(self.gang.incarnation, self.settings.generation)
         for old in self.settings.receipt_dir.glob("*.json"):
             old.unlink()
         self.vllm = VllmProcess(self.argv, self.environ, head=self.head)
@@ -360,7 +360,7 @@ class Supervisor:
 
     def report_unclean_end(self) -> None:
         """An incarnation that this rank left without a word: its container or its machine was killed."""
-        left = self.state.left_open(self.settings.state_dir)
+        left = self.state.left_open(self.settings.generation)
         if left is None:
             return
         incarnation, sentence = left

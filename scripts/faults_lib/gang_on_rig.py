@@ -1,0 +1,244 @@
+"""A gang of two on the rig's hosts, seen from outside: its processes as this machine's kernel has them, its files.
+
+Nothing is asked over ssh or through an engine while a fault runs its course, so that the watching changes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rig_lib import cgroups, network, node, rig
+from rig_lib.plan import Node, State, default_state_dir
+
+from exl3kit import containers, recipes, serve
+from exl3kit.nodes import open_nodes
+from exl3kit.progress import Progress
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE, NODES = "demo-tp2", "node1,node2"
+SMALL = Path(__file__).with_name("small_engine.py")
+STALL_S = 8
+PORT = 8000
+SERVING_S = 300.0
+SETTINGS = (f"serve.stall_s={STALL_S}",)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A process of a container: its number here, when it started, its number in the container, its parent there."""
+
+    pid: int
+    started: str
+    inside: int
+    command: str
+
+    def lives(self) -> bool:
+        found = stat(self.pid)
+        return found is not None and found[0] not in "ZX" and found[1] == self.started
+
+
+def stat(pid: int) -> tuple[str, str] | None:
+    """State and start time."""
+    with contextlib.suppress(OSError, IndexError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[0], words[19]
+    return None
+
+
+class GangOnRig:
+    """The deployment `demo-tp2` on node1 and node2: vLLM itself, or the small engine in its place."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.state = State(default_state_dir())
+        found = rig.load(self.state)
+        if found is None:
+            raise RuntimeError("no rig is up: `scripts/rig up`")
+        self.options = found
+        self.hung: subprocess.Popen[str] | None = None  # a request that a fault keeps from its end
+        self.nodes: dict[str, Node] = {one.name: one for one in self.options.node_list()}
+
+    # Start and end ---------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Start the gang; returns when it serves."""
+        self.put_small_engine()
+        with open_nodes(NODES) as nodes:
+            recipe = recipes.load(RECIPE, SETTINGS)
+            progress = Progress(Console(file=io.StringIO()))
+            ground = serve.survey(recipe, nodes)
+            serve.prepare(ground, progress)
+            planned = ground.plan(serve.new_generation())
+            containers.take_down(nodes, RECIPE)
+            ranks = []
+            for rank in planned.ranks:
+                env = {**rank.env, "EXL3_STEADY_S": "0"}
+                if self.engine == "small":
+                    argv = ("python3", "/model/small_engine.py", *rank.argv[1:])
+                    rank = replace(rank, argv=argv, model_dir="/root/small-engine")
+                ranks.append(replace(rank, env=env))
+            serve.start(ground, replace(planned, ranks=tuple(ranks)), None)
+        self.wait_serving(0)
+
+    def down(self) -> subprocess.CompletedProcess[str]:
+        return self.kit("down", RECIPE, "--nodes", NODES)
+
+    def put_small_engine(self) -> None:
+        for name in self.nodes:
+            script = "mkdir -p /root/small-engine && cd /root/small-engine && echo {} > config.json && "
+            script += "cat > small_engine.py && chmod 755 /root && chmod -R a+rX ."
+            self.inside(name, "sh", "-c", script, stdin=SMALL.read_text())
+
+    def kit(self, *argv: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "exl3kit.cli", *argv]
+        return subprocess.run(command, cwd=REPO, env=self.env(), capture_output=True, text=True, timeout=timeout)
+
+    def kit_process(self, *argv: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "exl3kit.cli", *argv]
+        return subprocess.Popen(
+            command, cwd=REPO, env=self.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def env(self) -> dict[str, str]:
+        return {**os.environ, **rig.environment(self.state)}
+
+    def inside(self, name: str, *argv: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run a command in a host, as root."""
+        line = node.command(self.nodes[name], self.options, argv)
+        done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120)
+        if check and done.returncode != 0:
+            raise RuntimeError(f"{name}: {' '.join(argv)}: {done.stderr or done.stdout}")
+        return done.stdout
+
+    # Processes -------------------------------------------------------------------------------------------------------
+
+    def container(self, rank: int) -> str:
+        return f"exl3kit-{RECIPE}-rank{rank}"
+
+    def host_of(self, rank: int) -> str:
+        return f"node{rank + 1}"
+
+    def seen(self, rank: int) -> list[Seen]:
+        """Every process in the rank's container, its first one first."""
+        found = []
+        for pid in cgroups.processes(self.host_of(rank)):
+            with contextlib.suppress(OSError, IndexError):
+                numbers = Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].partition("\n")[0].split()
+                if len(numbers) == 3:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    was = stat(pid)
+                    if was is not None:
+                        found.append(Seen(pid, was[1], int(numbers[2]), command))
+        return sorted(found, key=lambda one: one.inside)
+
+    def first(self, rank: int) -> Seen | None:
+        """The guard."""
+        return next((one for one in self.seen(rank) if one.inside == 1 and "exl3_vllm.rank --" in one.command), None)
+
+    def inside_pid(self, rank: int) -> int:
+        """The guard's number in its host."""
+        first = self.first(rank)
+        if first is None:
+            raise RuntimeError(f"rank {rank} does not run")
+        return int(Path(f"/proc/{first.pid}/status").read_text().partition("NSpid:")[2].split()[1])
+
+    def status(self, rank: int) -> dict[str, Any]:
+        return self.read(rank, "run/exl3/status.json")
+
+    def post_mortem(self, rank: int) -> dict[str, Any]:
+        return self.read(rank, "var/lib/exl3/post-mortem.json")
+
+    def read(self, rank: int, path: str) -> dict[str, Any]:
+        first = self.first(rank)
+        with contextlib.suppress(OSError, ValueError):
+            if first is not None:
+                return dict(json.loads(Path(f"/proc/{first.pid}/root/{path}").read_text()))
+        return {}
+
+    def process(self, rank: int, name: str) -> Seen:
+        """A process by the supervisor's name for it; `supervisor` and `guard` are those."""
+        if name in ("guard", "supervisor"):
+            own = [one for one in self.seen(rank) if "exl3_vllm.rank --" in one.command]
+            return own[0 if name == "guard" else 1]
+        inside = {one["pid"] for one in self.status(rank)["processes"] if one["process"].startswith(name)}
+        return next(one for one in self.seen(rank) if one.inside in inside)
+
+    def vllm(self) -> list[Seen]:
+        """Every process of both ranks but guards and supervisors."""
+        return [one for rank in (0, 1) for one in self.seen(rank) if "exl3_vllm.rank" not in one.command]
+
+    def kill(self, rank: int, name: str, number: signal.Signals) -> None:
+        os.kill(self.process(rank, name).pid, number)
+
+    # Waiting ---------------------------------------------------------------------------------------------------------
+
+    def incarnation(self) -> int:
+        return int(self.status(0).get("incarnation") or 0)
+
+    def is_serving(self, above: int) -> bool:
+        told = [self.status(rank) for rank in (0, 1)]
+        return all(one.get("state") == "serving" and one["incarnation"] > above for one in told)
+
+    def wait_serving(self, above: int, seconds: float = SERVING_S) -> float:
+        """Until both ranks serve in a higher incarnation; the seconds that took. Raises `TimeoutError`."""
+        begun = time.monotonic()
+        while not self.is_serving(above):
+            if time.monotonic() - begun > seconds:
+                told = [self.status(rank) for rank in (0, 1)]
+                words = [(one.get("state"), one.get("waiting_for"), one.get("why")) for one in told]
+                raise TimeoutError(f"not serving after {seconds:.0f} s: {words}")
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def wait_gone(self, before: list[Seen], seconds: float) -> float | None:
+        """Until none of the processes lives; the seconds that took, None when one still does."""
+        begun = time.monotonic()
+        while any(one.lives() for one in before):
+            if time.monotonic() - begun > seconds:
+                return None
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    # The API ---------------------------------------------------------------------------------------------------------
+
+    def client(self, prompt: str, tokens: int, timeout: float) -> subprocess.Popen[str]:
+        """A request from inside the head's network; it prints the status, or what went wrong."""
+        program = (
+            "import json,sys,urllib.request\n"
+            f"body = json.dumps({{'model': sys.argv[1], 'prompt': sys.argv[2], 'max_tokens': {tokens}}}).encode()\n"
+            f"ask = urllib.request.Request('http://127.0.0.1:{PORT}/v1/completions', body, "
+            "{'Content-Type': 'application/json'})\n"
+            f"try: print(urllib.request.urlopen(ask, timeout={timeout}).status)\n"
+            "except Exception as error: print(getattr(error, 'code', error))\n"
+        )
+        model = "small" if self.engine == "small" else "demo"
+        inside = ["nsenter", f"--net={network.NAMESPACES / self.nodes['node1'].namespace}"]
+        command = [*inside, "python3", "-c", program, model, prompt]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, prompt: str = "2+2=", tokens: int = 8, timeout: float = 60) -> str:
+        return (self.client(prompt, tokens, timeout).communicate()[0] or "").strip()
+
+    @contextlib.contextmanager
+    def load(self, clients: int = 2) -> Iterator[None]:
+        """Requests in flight while the body runs."""
+        going = [self.client("2+2=", 400, 60) for _ in range(clients)]
+        time.sleep(0.3)
+        try:
+            yield
+        finally:
+            for one in going:
+                one.kill()
+                one.communicate()
