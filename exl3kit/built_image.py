@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 REPOSITORY = "exl3kit"
 STAMP = "io.exl3kit.stamp"
 LOCK = "io.exl3kit.lock"
+ENVIRONMENT = "io.exl3kit.environment"  # of every image that has the wheels, Python among them
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""The same image on every node: streamed from engine to engine through this machine, without what is there already."""
+"""The same image on every node, without the layers that are there: over the fabric, else through this machine."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from exl3kit import built_image, save_stream, side_by_side
+from exl3kit import built_image, fabric_copy, save_stream, side_by_side
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -25,76 +25,110 @@ ROOM_PER_BYTE = 2.05
 def spread(source: Node, targets: Sequence[Node], built: BuiltImage, *, progress: Progress) -> None:
     """Copy the image to every target at the same time; each copy is verified.
 
-    Raises `KitError`: preflight when a target has no room for it, build when a copy breaks off, verification when what
-    arrived is another image. A copy that failed leaves no tag behind.
+    Raises `KitError`: preflight when a target has no room for it, unreachable when a link breaks, build when an engine
+    refuses it, verification when what arrived is another image. A copy that failed leaves no tag behind.
     """
-    for target in targets:
-        check_room(target, built)
+    known = dict(
+        zip(targets, side_by_side.run(*(partial(layers_there, target, built) for target in targets)), strict=True)
+    )
+    check_room(source, known, built)
     stopped = threading.Event()
-    copies = [partial(copy, source, target, built, progress, stopped) for target in targets]
+    copies = [partial(copy, source, target, built, known[target], progress, stopped) for target in targets]
     side_by_side.run(*copies, stopped=stopped)
 
 
-def check_room(target: Node, built: BuiltImage) -> None:
-    """Raise `KitError` (preflight) unless the target's engine has room for the stream and for what it becomes."""
-    needed = int(built.size * ROOM_PER_BYTE)
-    free = target.free_bytes()
-    if free < needed:
-        raise target.error(
-            f"{built.tag} needs {needed / 1e9:.1f} GB there while it is loaded and {free / 1e9:.1f} GB are free",
-            why=f"the engine keeps the stream beside the {built.size / 1e9:.1f} GB that it unpacks",
-            next_step="`docker system df` on the node shows what could go",
-            code=ExitCode.PREFLIGHT,
-        )
+def check_room(source: Node, known: Mapping[Node, int], built: BuiltImage) -> None:
+    """Raise `KitError` (preflight) unless every target's engine has room for the stream and for what it becomes."""
+    sizes = layer_sizes(source, built)
+    short = []
+    for target, there in known.items():
+        needed, free = int(sum(sizes[there:]) * ROOM_PER_BYTE), target.free_bytes()
+        if free < needed:
+            amounts = f"{needed / 1e9:.2f} GB while it is loaded, {free / 1e9:.2f} GB are free"
+            short.append(
+                target.error(
+                    f"{(needed - free) / 1e9:.2f} GB are missing for {built.tag}: it needs {amounts}",
+                    why=f"the engine keeps what arrives beside the {sum(sizes[there:]) / 1e9:.2f} GB that it unpacks",
+                    next_step=f"`docker system df` on {target.name} shows what could go; `kit image prune`",
+                    code=ExitCode.PREFLIGHT,
+                )
+            )
+    if short:
+        raise _together(short)
 
 
-def copy(source: Node, target: Node, built: BuiltImage, progress: Progress, stopped: threading.Event) -> None:
-    """Copy one image from engine to engine, in constant memory and without the layers that are there already.
+def _together(short: Sequence[KitError]) -> KitError:
+    if len(short) == 1:
+        return short[0]
+    where = ", ".join(str(error.where) for error in short)
+    why = "; ".join(f"{error.where}: {error.what}" for error in short)
+    steps = "; ".join(str(error.next_step) for error in short)
+    return KitError(f"{len(short)} nodes lack room", where=where, why=why, next_step=steps, code=ExitCode.PREFLIGHT)
 
-    An engine with another kind of store may want all of them after all, and then gets them.
+
+def layer_sizes(node: Node, built: BuiltImage) -> list[int]:
+    """Bytes of each layer, from the lowest; all in the topmost where the engine does not tell them apart."""
+    told = [int(entry["Size"]) for entry in node.engine.images.get(built.tag).history()][::-1]
+    sizes = [size for size in told if size]
+    return sizes if len(sizes) == len(built.layers) else [0] * (len(built.layers) - 1) + [built.size]
+
+
+def copy(
+    source: Node, target: Node, built: BuiltImage, known: int, progress: Progress, stopped: threading.Event
+) -> None:
+    """Copy one image from engine to engine, in constant memory and without its `known` lowest layers.
+
+    Over the fabric where the target reaches the source, else through this machine. An engine with another kind of
+    store may want the layers after all that it has, and then gets them.
     """
-    known = layers_there(target, built)
-    with progress.stage(f"image to {target.name}", total=None if known else built.size) as stage:
+    with progress.stage(f"image to {target.name}") as stage:
         try:
-            _send(source, target, built, known, stage, stopped)
-        except KitError:
-            if not known or not target.answers():
+            _bring(source, target, built, known, stage, stopped)
+        except KitError as error:
+            if not known or error.code == ExitCode.UNREACHABLE:
                 raise
             stage.say("once more, with every layer")
-            _send(source, target, built, set(), stage, stopped)
-        stage.conclude(built.tag)
+            _bring(source, target, built, 0, stage, stopped)
+        _verify(target, built)
 
 
-def _send(
-    source: Node, target: Node, built: BuiltImage, known: set[str], stage: Stage, stopped: threading.Event
-) -> None:
+def _bring(source: Node, target: Node, built: BuiltImage, known: int, stage: Stage, stopped: threading.Event) -> None:
     from docker.errors import DockerException
     from requests.exceptions import RequestException
 
-    with source.patient_engine(SILENT_SECONDS) as reading, target.patient_engine(SILENT_SECONDS) as writing:
+    try:
         try:
-            stream = save_stream.without(reading.api.get_image(built.tag, chunk_size=CHUNK), known)
-            answer = writing.api.load_image(_counted(stream, stage, stopped))  # type: ignore[no-untyped-call]
-            for message in answer:
-                if "error" in message:
-                    raise _broken(source, target, built, str(message["error"]))
-            _verify(target, built)
-        except (DockerException, RequestException, OSError) as error:
-            _forget(target, built)
-            raise _broken(source, target, built, _words(error)) from error
-        except BaseException:
-            _forget(target, built)
-            raise
+            address = fabric_copy.address_of(source, target)
+            with fabric_copy.serve(source, built, address) as server:
+                fabric_copy.load(server, target, built, known, stage, stopped)
+        except fabric_copy.NoWayError as error:
+            stage.say(f"through this machine, as there is no way over the fabric: {error}")
+            _send(source, target, built, known, stage, stopped)
+            stage.conclude(f"{built.tag}, through this machine: {error}")
+    except (DockerException, RequestException, OSError) as error:
+        _forget(target, built)
+        raise _broken(source, target, built, _words(error)) from error
+    except BaseException:
+        _forget(target, built)
+        raise
 
 
-def layers_there(target: Node, built: BuiltImage) -> set[str]:
-    """The image's lowest layers that the target has in the same order, from any image it holds.
+def _send(source: Node, target: Node, built: BuiltImage, known: int, stage: Stage, stopped: threading.Event) -> None:
+    """Through this machine: what `docker save` streams there, without the layers that are there."""
+    # Layers that come again higher up lie on other layers there, and the engine wants their content.
+    unwanted = set(built.layers[:known]) - set(built.layers[known:])
+    with source.patient_engine(SILENT_SECONDS) as reading, target.patient_engine(SILENT_SECONDS) as writing:
+        stream = save_stream.without(reading.api.get_image(built.tag, chunk_size=CHUNK), unwanted)
+        answer = writing.api.load_image(_counted(stream, stage, stopped))  # type: ignore[no-untyped-call]
+        for message in answer:
+            if "error" in message:
+                raise _broken(source, target, built, str(message["error"]))
 
-    Not those that come again higher up: there they lie on other layers, and the engine wants their content.
-    """
+
+def layers_there(target: Node, built: BuiltImage) -> int:
+    """How many of the image's lowest layers the target has in the same order, from any image it holds."""
     others = [image.attrs["RootFS"].get("Layers") or [] for image in target.engine.images.list()]
-    common = save_stream.common_layers(built.layers, others)
-    return set(built.layers[:common]) - set(built.layers[common:])
+    return save_stream.common_layers(built.layers, others)
 
 
 def _counted(stream: Iterator[bytes], stage: Stage, stopped: threading.Event) -> Iterator[bytes]:
@@ -129,11 +163,13 @@ def _forget(target: Node, built: BuiltImage) -> None:
 
 
 def _broken(source: Node, target: Node, built: BuiltImage, why: str) -> KitError:
-    next_step = f"check `ping {target.address or target.name}` and run the same command again"
+    lost = next((node for node in (target, source) if not node.answers()), None)
+    next_step = f"check the way to {(lost or target).name} and run the same command again"
     if "no space left on device" in why:
         next_step = "`docker system df` on the node shows what could go"
-    return target.error(
-        f"copying {built.tag} from {source.name} broke off", why=why, next_step=next_step, code=ExitCode.BUILD
+    code = ExitCode.BUILD if lost is None else ExitCode.UNREACHABLE
+    return (lost or target).error(
+        f"copying {built.tag} from {source.name} broke off", why=why, next_step=next_step, code=code
     )
 
 

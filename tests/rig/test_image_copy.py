@@ -1,0 +1,198 @@
+"""An image from node to node over the fabric: what moves, what a cut leaves, what comes after it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from rig_hosts import REPOSITORY, Rig, call
+
+from exl3kit import builders, built_image, context, fabric_copy, nodes, transfer
+from exl3kit.errors import ExitCode, KitError
+from exl3kit.progress import Progress
+
+STAMPS = {name: str(number) * 64 for number, name in enumerate(("first", "second"), start=1)}
+CUT_SECONDS = 15.0
+TOOLBOX_MODULES = "http.server,gzip,base64,secrets,struct,importlib,hashlib,threading,random,tempfile"
+
+
+@pytest.fixture(autouse=True)
+def operator(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    for name in ("EXL3KIT_SSH_CONFIG", "DOCKER_CONFIG", "PATH"):
+        monkeypatch.setenv(name, rig.env[name])
+    return rig
+
+
+@pytest.fixture(scope="module")
+def python_base(rig: Rig) -> str:
+    """An image with Python on node1, and none on node2: this machine's interpreter, as the server packs it."""
+    code = (
+        "import sys; from exl3kit.aboard import layer_server as s; "
+        "sys.stdout.buffer.write(s.toolbox(sys.argv[1].split(',')))"
+    )
+    packed = subprocess.run(
+        [sys.executable, "-c", code, ",".join([TOOLBOX_MODULES, *fabric_copy.layer_loader.MODULES])],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+    )
+    argv = [rig.status["docker"], "--host", rig.docker_host("node1"), "import", "-", "exl3kit-test-python:1"]
+    subprocess.run(argv, input=packed.stdout, check=True, capture_output=True)
+    return "exl3kit-test-python:1"
+
+
+@pytest.fixture
+def pair(python_base: str) -> Iterator[tuple[nodes.Node, nodes.Node]]:
+    with nodes.open_nodes("node1,node2") as (source, target):
+        yield source, target
+    with nodes.open_nodes("node1,node2") as both:
+        for node in both:
+            for stamp in STAMPS.values():
+                for image in node.engine.images.list(filters={"label": f"{built_image.STAMP}={stamp}"}):
+                    node.engine.images.remove(image.id, force=True)
+
+
+def reporter() -> Progress:
+    return Progress(Console(file=io.StringIO(), width=200))
+
+
+def noise(megabytes: int) -> str:
+    """A build step that makes a file nobody can compress."""
+    code = f"import os; f = open('/noise{megabytes}', 'wb'); [f.write(os.urandom(1000000)) for _ in range({megabytes})]"
+    return f'RUN ["python3", "-c", "{code}"]'
+
+
+def made(node: nodes.Node, name: str, run: str, base: str = "exl3kit-test-python:1") -> built_image.BuiltImage:
+    stamp = STAMPS[name]
+    entries = [context.Entry("Dockerfile", f"ARG BASE\nFROM ${{BASE}}\n{run}\n".encode())]
+    labels = {built_image.STAMP: stamp, built_image.ENVIRONMENT: "test"}
+    request = builders.Request(f"exl3kit:{stamp[:12]}", {"BASE": base}, labels, entries)
+    progress = reporter()
+    with progress.stage("image") as stage:
+        builders.build(request, node, stage, progress)
+    found = built_image.find(node, stamp)
+    assert found is not None
+    return found
+
+
+def received(rig: Rig, node: str) -> int:
+    """Bytes that came to a node over its cable."""
+    return int(rig.exec(node, "cat", "/sys/class/net/eth0/statistics/rx_bytes").stdout)
+
+
+def sent_by_operator(rig: Rig) -> int:
+    """Bytes that this machine itself sent into the rig's network; what the nodes send each other does not count."""
+    for interface in json.loads(call("ip", "-json", "-stats", "address").stdout):
+        if rig.status["gateway"] in [address.get("local") for address in interface["addr_info"]]:
+            return int(interface["stats64"]["tx"]["bytes"])
+    raise AssertionError("the rig has no gateway")
+
+
+def leftovers(node: nodes.Node) -> list[str]:
+    """Containers, toolboxes and kept layers."""
+    found = [str(one.name) for one in node.engine.containers.list(all=True)]
+    found += [tag for image in node.engine.images.list() for tag in image.tags if fabric_copy.TOOLBOX in tag]
+    return found + [str(volume.name) for volume in node.engine.volumes.list()]
+
+
+def test_an_image_goes_from_node_to_node_and_a_new_layer_alone(rig: Rig, pair: tuple[nodes.Node, nodes.Node]) -> None:
+    source, target = pair
+    # given 40 MB on node1, of which node2 has nothing
+    first = made(source, "first", noise(40))
+    before, operator_before = received(rig, "node2"), sent_by_operator(rig)
+    progress = reporter()
+    # when
+    transfer.spread(source, [target], first, progress=progress)
+    # then it is there, nothing of it went through this machine, and nothing else is left
+    moved, through_operator = received(rig, "node2") - before, sent_by_operator(rig) - operator_before
+    assert first.size < moved * 1.05
+    assert through_operator < 2_000_000
+    assert "through this machine" not in progress.timings[-1].outcome
+    assert leftovers(source) == leftovers(target) == []
+
+    # given one more layer of 10 MB
+    second = made(source, "second", noise(10), base=first.tag)
+    before = received(rig, "node2")
+    # when
+    transfer.spread(source, [target], second, progress=progress)
+    # then that layer is all that moves
+    assert received(rig, "node2") - before < 1.1 * 10_000_000
+    said = target.engine.containers.run(second.tag, ["-c", "import os; print(os.path.getsize('/noise10'))"],
+                                        entrypoint="python3", remove=True, network_mode="none")  # fmt: skip
+    assert said == b"10000000\n"
+
+
+def test_a_cut_copy_says_so_within_seconds_and_goes_on_where_it_stopped(
+    rig: Rig, pair: tuple[nodes.Node, nodes.Node]
+) -> None:
+    # given node2 with the first image, and a second one that takes its time on a slow link
+    source, target = pair
+    first = made(source, "first", noise(1))
+    transfer.spread(source, [target], first, progress=reporter())
+    second = made(source, "second", noise(60), base=first.tag)
+    rig.link("node2", "slow", "--mbit", "60")
+    cut_at: list[float] = []
+
+    def cut_when_under_way() -> None:
+        before = received(rig, "node2")
+        while received(rig, "node2") < before + 20_000_000:
+            time.sleep(0.1)
+        rig.link("node2", "down")
+        cut_at.append(time.monotonic())
+
+    # when the cable is pulled
+    with nodes.open_nodes("node1,node2") as (near, far):
+        cutter = threading.Thread(target=cut_when_under_way)
+        cutter.start()
+        try:
+            with pytest.raises(KitError, match="broke off") as refused:
+                transfer.spread(near, [far], second, progress=reporter())
+            seconds = time.monotonic() - cut_at[0]
+        finally:
+            cutter.join()
+            rig.link("node2", "up")
+    # then
+    assert refused.value.code == ExitCode.UNREACHABLE and refused.value.where == "node node2"
+    assert seconds < CUT_SECONDS
+    # and the image that was there still is, and runs
+    with nodes.open_nodes("node1,node2") as (near, far):
+        assert built_image.find(far, STAMPS["second"]) is None
+        far.engine.containers.run(first.tag, ["-c", ""], entrypoint="python3", remove=True, network_mode="none")
+        # when the same command is given again
+        progress = reporter()
+        before = received(rig, "node2")
+        transfer.spread(near, [far], second, progress=progress)
+        # then it goes on where it stopped
+        moved = received(rig, "node2") - before
+        assert "kept from a copy that was cut" in progress.timings[-1].outcome
+        assert moved < 55_000_000
+        arrived = built_image.find(far, STAMPS["second"])
+        assert arrived is not None and arrived.same_content(second)
+        assert leftovers(far) == []
+
+
+@pytest.mark.full
+def test_where_the_fabric_is_closed_the_image_goes_through_this_machine(
+    rig: Rig, pair: tuple[nodes.Node, nodes.Node]
+) -> None:
+    # given a firewall between the nodes
+    source, target = pair
+    first = made(source, "first", noise(5))
+    rig.exec("node1", "iptables", "-I", "INPUT", "-s", str(target.address), "-j", "DROP")
+    progress = reporter()
+    # when
+    try:
+        transfer.spread(source, [target], first, progress=progress)
+    finally:
+        rig.exec("node1", "iptables", "-D", "INPUT", "-s", str(target.address), "-j", "DROP")
+    # then it arrives, and the way is told
+    arrived = built_image.find(target, STAMPS["first"])
+    assert arrived is not None and arrived.same_content(first)
+    assert "through this machine" in progress.timings[-1].outcome
