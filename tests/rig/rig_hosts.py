@@ -86,6 +86,13 @@ class Rig:
     def link(self, node: str, *what: str) -> None:
         rig_script("link", node, *what)
 
+    def power_off(self, node: str) -> None:
+        rig_script("power-off", node)
+
+    def power_on(self, node: str) -> None:
+        rig_script("power-on", node)
+        self.status = rig_status()
+
     def power_cycle(self, node: str) -> None:
         rig_script("power-cycle", node)
         self.status = rig_status()

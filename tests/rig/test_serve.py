@@ -273,6 +273,24 @@ def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Ri
     assert ask(ready, "2+2=") == "4"
 
 
+@pytest.mark.full
+def test_wait_follows_a_gang_that_reforms_after_both_nodes_lost_power(ready: Rig, serving: dict[str, Any]) -> None:
+    """Given both nodes without power, one of them for longer, when `kit wait` runs meanwhile, then it ends well."""
+    (before,) = told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"]
+    ready.power_off("node2")
+    ready.power_cycle("node1")
+    waiting = launched(ready, "wait", "demo-tp2", "--nodes", NODES)
+    seen = read_until(waiting, "node2: ")
+    ready.power_on("node2")
+    rest = waiting.communicate(timeout=VERB_SECONDS)[0]
+    assert waiting.returncode == 0, seen + rest
+    assert "it answers, " in rest
+    (after,) = told(kit(ready, "status", "--nodes", NODES, "--json"))["deployments"]
+    assert (after["state"], after["generation"]) == ("serving", before["generation"])
+    assert after["incarnation"] > before["incarnation"]
+    assert ask(ready, "2+2=") == "4"
+
+
 def test_restart_under_load_answers_or_refuses_every_request_while_a_second_operator_is_refused(
     ready: Rig, serving: dict[str, Any]
 ) -> None:
