@@ -91,7 +91,7 @@ def served(recipe: Recipe, node: Node, progress: Progress, *, keep: bool) -> Ite
         yield serving
     if not keep:
         with progress.stage("stop the ranks"):
-            containers.take_down([node], serving.deployment.name)
+            containers.take_down([node], serving.deployment.name, volumes=True)
 
 
 def questioned(model: str, recipe: Recipe, serving: Serving) -> Iterator[Told]:
