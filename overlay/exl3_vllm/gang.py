@@ -136,6 +136,10 @@ class Gang:
             if theirs != ours:
                 peer.stranger, peer.stranger_at = f"is of {name} {theirs[:24]}, this rank of {ours[:24]}", now
                 return
+        held = self.phase in BOUND and self._has_session(peer.live) and peer.is_fresh(now)
+        if held and beat.session != self.members[peer.rank]:  # a second one under its name takes no place that is held
+            peer.stranger, peer.stranger_at = "is there twice", now
+            return
         echoes = beat.echo == self.me.session
         if beat.session == peer.claimed or echoes or now - peer.claimed_at > FRESH_S:
             peer.claimed, peer.claimed_at = beat.session, now
