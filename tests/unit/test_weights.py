@@ -211,3 +211,28 @@ def test_weights_are_used_in_place_only_when_every_user_can_read_them(sharded: P
     (sharded / SECOND).unlink()
     (sharded / SECOND).symlink_to("../blob")  # as in the Hugging Face cache: outside of what is mounted
     assert not weights.world_readable(weights.survey(recipe))
+
+
+class Refusing:
+    """A node of which only the name is asked."""
+
+    name = "spark2"
+
+    def error(self, what: str, **more: object) -> KitError:
+        return KitError(what, where="node spark2", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["content", "missing", "added"])
+def test_case_24_a_copy_that_differs_in_one_file_is_refused_by_its_name(sharded: Path, change: str) -> None:
+    """Given a node's copy that differs in one file from the weights here, then that file is named; exit code 5."""
+    here = weights.survey(recipes.load("demo", [f"model.path={sharded}"]))
+    there = {name: dict(entry) for name, entry in here.files.items()}
+    name, said = {"content": (SECOND, "has other content"), "missing": (SECOND, "is missing"),
+                  "added": ("more.json", "does not belong there")}[change]  # fmt: skip
+    if change == "missing":
+        del there[name]
+    else:
+        there[name] = {"size": 1, "digest": "other"}
+    with pytest.raises(KitError) as refused:
+        weights.compare(Refusing(), here, "/w", {"files": there, "problems": []})  # type: ignore[arg-type]
+    assert f"/w/{name} {said}" in refused.value.what and refused.value.code == ExitCode.VERIFICATION
