@@ -109,11 +109,10 @@ class Tree:
         """Read the tree anew."""
         found = descendants(os.getpid())
         self.seen = [one for one in found if one.state != "Z"]
-        for one in self.seen:
-            if one.pid not in self.named:
-                name = process_name(command_line(one.pid), is_main=one.pid == self.main, head=self.head)
-                if name is not None:
-                    self.named[one.pid] = (name, one.started)
+        for one in self.seen:  # every time: a worker is titled twice, by its kind and later by its place
+            name = process_name(command_line(one.pid), is_main=one.pid == self.main, head=self.head)
+            if name is not None:
+                self.named[one.pid] = (name, one.started)
         stopped = {one.pid for one in self.seen if one.state == "T"}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
 
