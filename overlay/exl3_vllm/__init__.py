@@ -18,8 +18,12 @@ def register() -> None:
         return
     import exl3_vllm.config  # noqa: F401  (its import registers the quantisation)
     from exl3_vllm.heads import find_quantised_heads
+    from exl3_vllm.refusals import tell_refusals
     from exl3_vllm.tracking import track_exl3_loading
+    from exl3_vllm.variables import name_variables
 
+    name_variables()
+    tell_refusals()
     track_exl3_loading()
     find_quantised_heads()
     LOADED = True

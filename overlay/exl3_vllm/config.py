@@ -28,10 +28,11 @@ from exl3_vllm.diagnostics import DIAGNOSTICS, Facts
 from exl3_vllm.errors import CheckpointError, LayoutError, TierError
 from exl3_vllm.experts import Plan
 from exl3_vllm.format import Checkpoint
-from exl3_vllm.linear import Exl3LinearMethod
+from exl3_vllm.linear import Exl3LinearMethod, unseen_width
 from exl3_vllm.loading import ModelLoading
 from exl3_vllm.moe import Exl3MoEMethod, experts_of
 from exl3_vllm.names import ModuleNames
+from exl3_vllm.refusals import told
 from exl3_vllm.settings import TIER, Settings
 from exl3_vllm.tiers import Resolution, decide
 
@@ -85,7 +86,8 @@ class Exl3Config(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Exl3Config:
-        return cls(config.get("demo"))
+        with told():
+            return cls(config.get("demo"))
 
     @classmethod
     def override_quantization_method(
@@ -101,12 +103,14 @@ class Exl3Config(QuantizationConfig):
             return None
         return "exl3" if found else None
 
+    @told()
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the headers of all shards.
 
         Raises
         ------
         CheckpointError: damaged files, or none of their tensors is a trellis.
+        LayoutError: an embedding or a tied head stored as a trellis.
         """
         checkpoint = Checkpoint.open(checkpoint_directory(model_name, revision))
         if not checkpoint.matrices:
@@ -116,11 +120,13 @@ class Exl3Config(QuantizationConfig):
             from exl3_vllm import gpu
 
             gpu.require_kernels(checkpoint.matrices.values())
+        text = getattr(hf_config, "text_config", None) or hf_config
+        _refuse_embeddings(checkpoint, tied=getattr(text, "tie_word_embeddings", False))
         plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
         self.names = ModuleNames(checkpoint.matrices, plain)
         self.loading = ModelLoading(checkpoint, self.settings, on_complete=self._complete)
-        layers = getattr(getattr(hf_config, "text_config", None) or hf_config, "num_hidden_layers", None)
-        self.loading.ignored_layers = partial(_not_ours, layers)
+        self.loading.ignored_layers = partial(_not_ours, getattr(text, "num_hidden_layers", None))
+        self.loading.head_elsewhere = lambda: not get_pp_group().is_last_rank
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self.names is not None:
@@ -154,7 +160,7 @@ class Exl3Config(QuantizationConfig):
         loading = self._loading()
         found = [loading.checkpoint.matrices[name] for name in matrices]
         loading.announce(prefix, found)
-        return Exl3LinearMethod(prefix, found, loading)
+        return Exl3LinearMethod(prefix, found, loading, unseen_width(layer, prefix, self._names()))
 
     def _unquantised(self, layer: torch.nn.Module, prefix: str, plain: list[str]) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase):
@@ -231,6 +237,21 @@ class Exl3Config(QuantizationConfig):
         directory = os.environ.get(RECEIPT_DIR)
         if directory:
             receipt.keep_writing(report, DIAGNOSTICS.report, Path(directory))
+
+
+def _refuse_embeddings(checkpoint: Checkpoint, tied: bool) -> None:
+    """A tied head is the embedding, stored plain; vLLM would look for nothing else, and look up rows of nothing else.
+
+    Raises
+    ------
+    LayoutError: an embedding stored as a trellis, or a head of its own where head and embedding are one.
+    """
+    for name in checkpoint.matrices:
+        if name.rpartition(".")[2] == "embed_tokens":
+            raise LayoutError(f"matrix {name}", "is an embedding stored as a trellis", "Store embeddings as fp16")
+    if tied and "lm_head" in checkpoint.matrices:
+        what = "is a matrix of its own, and config.json says tie_word_embeddings, so vLLM would not load it"
+        raise LayoutError("matrix lm_head", what, "Set tie_word_embeddings to false in config.json")
 
 
 def _not_ours(layers: int | None, layer: int) -> bool:

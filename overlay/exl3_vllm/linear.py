@@ -17,10 +17,11 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from exl3_vllm.cut import Cut, check_columns, check_rows
+from exl3_vllm.cut import Cut, check_columns, check_rows, share_of_blocks
 from exl3_vllm.errors import CompletenessError, LayoutError
-from exl3_vllm.format import TrellisMatrix
+from exl3_vllm.format import BLOCK, TrellisMatrix
 from exl3_vllm.loading import ModelLoading
+from exl3_vllm.names import ModuleNames
 from exl3_vllm.packed_ops import TABLE_DECIDES, PackedPart, packed_layer
 from exl3_vllm.parts import MatrixPart
 
@@ -66,16 +67,41 @@ def input_range(layer: torch.nn.Module) -> tuple[int, int, int]:
     return features, layer.tp_rank * width, (layer.tp_rank + 1) * width
 
 
-def cuts_of(layer: torch.nn.Module, matrix: TrellisMatrix, sections: Sequence[int]) -> list[Cut]:
+def unseen_width(layer: torch.nn.Module, prefix: str, names: ModuleNames) -> bool:
+    """Whether ranks may differ in the width between `gate_up_proj` and `down_proj`, and have to.
+
+    The activation between the two takes what comes. Both must be trellis matrices, so that both are cut here; only a
+    width that ranks could not share evenly in whole blocks is cut unevenly (GLM-4.5-Air: 1408 on two ranks).
+    """
+    parent, _, leaf = prefix.rpartition(".")
+    if not isinstance(layer, (MergedColumnParallelLinear, RowParallelLinear)) or layer.tp_size == 1:
+        return False
+    if leaf == "gate_up_proj" and isinstance(layer, MergedColumnParallelLinear):
+        widths = set(layer.output_sizes)
+    elif leaf == "down_proj" and isinstance(layer, RowParallelLinear):
+        widths = {layer.input_size}
+    else:
+        return False
+    both = all(names.stored(f"{parent}.{name}") for name in ("gate_proj", "up_proj", "down_proj"))
+    return both and len(widths) == 1 and widths.pop() % (BLOCK * layer.tp_size) != 0
+
+
+def cuts_of(layer: torch.nn.Module, matrix: TrellisMatrix, sections: Sequence[int], uneven: bool = False) -> list[Cut]:
     """This rank's cuts of a stored matrix that holds the given output sections of the layer side by side.
+
+    `uneven`: the width that ranks divide is shared in whole blocks (see `unseen_width`).
 
     Raises
     ------
     LayoutError: sizes that do not fit the model, or a row cut inside a block of 128.
     """
     features, begin, end = input_range(layer)
-    rows = check_rows(matrix, begin, end, features)
     ranges = output_ranges(layer)
+    if uneven and isinstance(layer, RowParallelLinear):
+        begin, end = share_of_blocks(matrix, features, layer.tp_rank, layer.tp_size)
+    elif uneven:
+        ranges = [(full, *share_of_blocks(matrix, full, layer.tp_rank, layer.tp_size)) for full, _, _ in ranges]
+    rows = check_rows(matrix, begin, end, features)
     total = sum(ranges[section][0] for section in sections)
     cuts, offset = [], 0
     for section in sections:
@@ -93,10 +119,14 @@ class Exl3LinearMethod(LinearMethodBase):
     prefix: the layer's name in vLLM's model.
     matrices: the stored matrices that make up the layer, in the order of its output sections.
     loading: the account that this layer reports to.
+    uneven: the ranks' shares may differ by a block (see `unseen_width`).
     """
 
-    def __init__(self, prefix: str, matrices: Sequence[TrellisMatrix], loading: ModelLoading) -> None:
+    def __init__(
+        self, prefix: str, matrices: Sequence[TrellisMatrix], loading: ModelLoading, uneven: bool = False
+    ) -> None:
         self.prefix = prefix
+        self.uneven = uneven
         self.matrices = matrices
         self.loading = loading
         self.parts: list[MatrixPart] = []
@@ -118,16 +148,31 @@ class Exl3LinearMethod(LinearMethodBase):
         count = len(output_ranges(layer))
         groups = [[number] for number in range(count)] if len(self.matrices) == count else self._spans(count)
         for matrix, sections in zip(self.matrices, groups, strict=True):
-            self.parts.append(MatrixPart(matrix, cuts_of(layer, matrix, sections)))
+            self.parts.append(MatrixPart(matrix, cuts_of(layer, matrix, sections, self.uneven)))
         self.groups = groups
         self.dtype = params_dtype
         self.inputs = input_size_per_partition
         self.outputs = sum(output_partition_sizes)
+        if self.uneven:
+            self._take_own_share(layer)
         for kind in sorted({kind for matrix in self.matrices for kind in matrix.tensors if kind != "bias"}):
             dtype = next(DTYPES[matrix.tensors[kind].dtype] for matrix in self.matrices if kind in matrix.tensors)
             placeholder = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             placeholder.weight_loader = partial(self._load, layer, kind)
             layer.register_parameter(kind, placeholder)
+
+    def _take_own_share(self, layer: torch.nn.Module) -> None:
+        """Sizes are those of this rank's blocks, not an equal share."""
+        cuts = [cut for part in self.parts for cut in part.cuts]
+        if isinstance(layer, RowParallelLinear):
+            self.inputs = min(cuts[0].row_end, layer.input_size) - cuts[0].row_begin
+            return
+        self.outputs = sum(cut.columns for cut in cuts)
+        for matrix in self.matrices:
+            if matrix.has_bias:
+                what = "has a bias, which vLLM would cut into equal shares, and its columns can not be"
+                next_step = "Choose a tensor parallel size that leaves whole blocks per rank"
+                raise LayoutError(f"matrix {matrix.name}", what, next_step)
 
     def _spans(self, count: int) -> list[list[int]]:
         """Sections per matrix when matrices and sections differ in number: one matrix for all, or a leading span."""

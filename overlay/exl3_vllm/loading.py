@@ -46,6 +46,7 @@ class ModelLoading:
         self.limits: Any = None
         self.packed_experts: list[Any] = []
         self.ignored_layers: Callable[[int], bool] = lambda _layer: False
+        self.head_elsewhere: Callable[[], bool] = lambda: False
 
     def announce(self, prefix: str, matrices: Iterable[TrellisMatrix]) -> None:
         """The layer `prefix` will take these matrices."""
@@ -74,6 +75,9 @@ class ModelLoading:
             raise CompletenessError(f"tensor {name}.trellis", what, next_step)
 
     def _left_out(self, name: str) -> bool:
-        """Named rules: draft layers (`mtp.`, or numbered past the model's own) and layers of other pipeline ranks."""
+        """Named rules: draft layers (`mtp.`, or numbered past the model's own), and layers and the head where another
+        pipeline stage has them."""
         match = _LAYER.search(f".{name}.")
-        return name.startswith("mtp.") or (match is not None and self.ignored_layers(int(match.group(1))))
+        if match is not None:
+            return self.ignored_layers(int(match.group(1)))
+        return name.startswith("mtp.") or (name.rpartition(".")[2] == "lm_head" and self.head_elsewhere())

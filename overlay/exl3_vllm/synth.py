@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exl3_vllm.errors import LayoutError
+from exl3_vllm.families import PlainTensors, Shape, linear_layers
 from exl3_vllm.format import BLOCK, CODEBOOKS, HALF_BITS, TILE
 
 MARKERS = {"mcg": 0xCBAC1FED - (1 << 32), "mul1": 0x83DCD12D - (1 << 32)}
@@ -30,80 +30,8 @@ DEVIATION = {"3inst": 1.2437, "mcg": 1.2441, "mul1": 1.0003}
 SHARD_BYTES = 4 << 30
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One linear layer: its inputs and outputs in the model (padded to 128 when stored), and whether it has a bias."""
-
-    inputs: int
-    outputs: int
-    bias: bool = False
-
-
 def padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
-
-
-def linear_layers(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """The matrices of a Llama-, Qwen2-, Qwen3-, Qwen2-MoE- or Qwen3-MoE-shaped model, by their checkpoint names.
-
-    Raises
-    ------
-    LayoutError: another kind of model.
-    """
-    kind = config["model_type"]
-    if kind not in ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
-        next_step = "Use llama, qwen2, qwen3, qwen2_moe or qwen3_moe"
-        raise LayoutError(f"model type {kind}", "has no synthetic form", next_step)
-    hidden = config["hidden_size"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    biased = bool(config.get("attention_bias", kind in ("qwen2", "qwen2_moe")))
-    layers: dict[str, Shape] = {}
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}"
-        layers[f"{prefix}.self_attn.q_proj"] = Shape(hidden, queries, biased)
-        layers[f"{prefix}.self_attn.k_proj"] = Shape(hidden, keys, biased)
-        layers[f"{prefix}.self_attn.v_proj"] = Shape(hidden, keys, biased)
-        layers[f"{prefix}.self_attn.o_proj"] = Shape(queries, hidden, biased and kind == "llama")
-        layers.update(_mlp_layers(config, f"{prefix}.mlp"))
-    if not config.get("tie_word_embeddings"):
-        layers["lm_head"] = Shape(hidden, config["vocab_size"])
-    return layers
-
-
-def _mlp_layers(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Shape]]:
-    hidden = config["hidden_size"]
-    widths = {prefix: config["intermediate_size"]}
-    if config["model_type"].endswith("_moe"):
-        width = config["moe_intermediate_size"]
-        widths = {f"{prefix}.experts.{expert}": width for expert in range(config["num_experts"])}
-        if config["model_type"] == "qwen2_moe":
-            widths[f"{prefix}.shared_expert"] = config["shared_expert_intermediate_size"]
-    for module, width in widths.items():
-        yield f"{module}.gate_proj", Shape(hidden, width)
-        yield f"{module}.up_proj", Shape(hidden, width)
-        yield f"{module}.down_proj", Shape(width, hidden)
-
-
-def plain_tensors(config: Mapping[str, Any], generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """What stays unquantised: embeddings, norms, routers; fp16."""
-    hidden, kind = config["hidden_size"], config["model_type"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    yield "model.embed_tokens.weight", torch.randn(config["vocab_size"], hidden, generator=generator).half()
-    yield "model.norm.weight", torch.ones(hidden).half()
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{number}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", (1 + 0.1 * torch.randn(hidden, generator=generator)).half()
-        if kind in ("qwen3", "qwen3_moe"):
-            for norm in ("q_norm", "k_norm"):
-                yield f"{prefix}.self_attn.{norm}.weight", torch.ones(head).half()
-        if kind.endswith("_moe"):
-            router = torch.randn(config["num_experts"], hidden, generator=generator) / hidden**0.5
-            yield f"{prefix}.mlp.gate.weight", router.half()
-        if kind == "qwen2_moe":
-            gate = torch.randn(1, hidden, generator=generator) / hidden**0.5
-            yield f"{prefix}.mlp.shared_expert_gate.weight", gate.half()
 
 
 def matrix_tensors(
@@ -154,7 +82,7 @@ def write_synthetic(
     generator = torch.Generator().manual_seed(seed)
     layers = linear_layers(config)
     writer = _ShardWriter(target)
-    for name, tensor in plain_tensors(config, generator):
+    for name, tensor in PlainTensors(config, generator):
         writer.add(name, tensor)
     turns = zip(itertools.cycle(half_bits), itertools.cycle(codebooks), strict=False)
     last_suh: Tensor | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exl3_vllm import synth
+from exl3_vllm import families, synth
 from torch import Tensor
 
 COMMON: dict[str, Any] = {
@@ -155,7 +155,7 @@ def shards(model: Model) -> Iterator[Shard]:
     config = model.config
     by_layer: dict[str, Shard] = {}
     last_suh: list[Tensor] = []
-    for name, shape in synth.linear_layers(config).items():
+    for name, shape in families.linear_layers(config).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "outside"
         shard = by_layer.setdefault(layer, Shard())
         rows, columns = synth.padded(shape.inputs), synth.padded(shape.outputs)

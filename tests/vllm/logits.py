@@ -36,6 +36,19 @@ EXPERTS = {
     "mlp_only_layers": [],
 }
 
+GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     # 2 key/value heads of 64: at tensor parallel 2 each rank's columns are half a block
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True, "head_dim": 64},
@@ -62,6 +75,61 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "moe_intermediate_size": 384,
         "num_experts": 4,
+    },
+    # latent attention: the head size of vLLM's kernel on a CPU is 512 + 64
+    "mla": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 192,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        **GLM_EXPERTS,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    # gated delta nets: one matrix for q, k and v, another for z; full attention with a gate in every second layer
+    "gdn": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    # GLM-4.5-Air: no width is whole blocks for each of two ranks, in a dense layer, in experts and in the shared one
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        "attention_bias": True,
+        "intermediate_size": 576,
+        "num_nextn_predict_layers": 0,
+        **GLM_EXPERTS,
+        "moe_intermediate_size": 384,
+    },
+    # the head is the embedding, which is stored plain
+    "tied": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "intermediate_size": 256,
+    },
+    # one key/value head: at tensor parallel 2 both ranks hold all of it
+    "replicated": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 256,
     },
     # nothing is a multiple of 128: every matrix is stored with padding
     "padded": {
@@ -131,3 +199,25 @@ ENGINE: dict[str, Any] = {
     "logprobs_mode": "raw_logits",
     "max_logprobs": 512,
 }
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    # vLLM prefers AMX where there is any, and that takes no fp32. Its rotary kernel for CPUs misreads q, which is a
+    # view of wider rows here: off by 0.68 from transformers, also without EXL3.
+    "mla": {
+        "attention_config": {"backend": "CPU_MLA"},
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    },
+    # "CPU GDN attention requires BF16."
+    "gdn": {"dtype": "bfloat16"},
+}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """What vLLM is started with for the family `name`; a suffix (`-ep`, `-pp`) asks for a kind of parallelism."""
+    family, _, kind = name.partition("-")
+    if family == "gdn":
+        import no_vision
+
+        no_vision.install()
+    extra = {"enable_expert_parallel": True} if kind == "ep" else {}
+    return {**ENGINE, **OPTIONS.get(family, {}), **extra}

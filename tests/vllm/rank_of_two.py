@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from demo import wrong_answers
 from engines import open_engine
-from logits import ENGINE, vllm_logits
+from logits import options_of, vllm_logits
 
 
 def main() -> None:
@@ -40,12 +40,12 @@ def main() -> None:
 
 
 def serve(model: Path, folder: Path) -> list[tuple[str, str]]:
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    kind = "pipeline" if model.name.endswith("-pp") else "tensor"
+    options = {f"{kind}_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
     if (model / "questions.json").exists():
         with open_engine(model, **options) as llm:
             return wrong_answers(llm, model)
-    expert_parallel = model.name.endswith("-ep")
-    with open_engine(model, **options, **ENGINE, enable_expert_parallel=expert_parallel) as llm:
+    with open_engine(model, **options, **options_of(model.name)) as llm:
         torch.save(vllm_logits(llm), folder / f"logits{os.environ['RANK']}.pt")
     return []
 

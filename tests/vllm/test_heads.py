@@ -44,11 +44,12 @@ def test_replicated_sections_are_whole_on_every_rank() -> None:
 def test_a_matrix_that_spans_several_sections_is_cut_in_each_of_them(tmp_path: Path) -> None:
     import torch
     from exl3_vllm.decode import dequantise
+    from exl3_vllm.families import Shape
     from exl3_vllm.format import Checkpoint
     from exl3_vllm.linear import Exl3LinearMethod
     from exl3_vllm.loading import ModelLoading
     from exl3_vllm.settings import Settings
-    from exl3_vllm.synth import Shape, matrix_tensors
+    from exl3_vllm.synth import matrix_tensors
     from safetensors.torch import save_file
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 

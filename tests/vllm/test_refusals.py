@@ -90,11 +90,52 @@ def poison(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
     ids=["half of a fused layer", "the head", "a norm", "one expert", "a scale that is not finite"],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(
-    model: str, change: Any, named: str, engine: Engine, models: Path, tmp_path: Path
+    model: str, change: Any, named: str, engine: Engine, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # given a rank's folder, as its supervisor gives it to vLLM
     copy = changed_copy(models / model, tmp_path, change)
-    with pytest.raises(Exl3Error, match=named.replace(".", r"\.")), engine(copy):
+    monkeypatch.setenv("EXL3_RUN_DIR", str(tmp_path))
+    # when / then it is refused by name, and the supervisor can read why
+    with pytest.raises(Exl3Error, match=named.replace(".", r"\.")) as refusal, engine(copy):
         pass
+    assert json.loads((tmp_path / "refusal.json").read_text())["sentence"] == str(refusal.value)
+
+
+def store_embedding_as_trellis(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.embed_tokens.weight"]
+    for kind in ("trellis", "suh", "svh", "mcg"):
+        tensors[f"model.embed_tokens.{kind}"] = tensors[f"model.layers.0.self_attn.q_proj.{kind}"].clone()
+
+
+def test_an_embedding_stored_as_a_trellis_is_refused(engine: Engine, models: Path, tmp_path: Path) -> None:
+    copy = changed_copy(models / "demo-dense", tmp_path, store_embedding_as_trellis)
+    with pytest.raises(Exl3Error, match=r"model\.embed_tokens: is an embedding stored as a trellis"), engine(copy):
+        pass
+
+
+def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused(engine: Engine, models: Path, tmp_path: Path) -> None:
+    # given a config.json that calls head and embedding one, over a checkpoint that has both
+    copy = changed_copy(models / "demo-dense", tmp_path, lambda tensors: None)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    # when / then: vLLM would answer from the embedding and never load the head
+    with pytest.raises(Exl3Error, match=r"matrix lm_head.*tie_word_embeddings"), engine(copy):
+        pass
+
+
+def test_vllm_knows_the_names_of_the_overlay(models: Path) -> None:
+    # given a start that refuses unknown names, and one of ours
+    variables = {"VLLM_EXL3_PREFILL_RECONSTRUCT_M": "64"}
+    start = START.replace("dtype='bfloat16'", "dtype='bfloat16', fail_on_environ_validation=True")
+    command = [sys.executable, "-c", start, str(models / "demo-dense")]
+
+    def started(**more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **variables, **more}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    # when / then it starts with ours, and not with one that nobody knows
+    assert started().returncode == 0
+    assert "VLLM_EXL3_GRAPH_DECODES" in started(VLLM_EXL3_GRAPH_DECODES="1").stderr
 
 
 def test_a_config_without_the_layers_of_the_checkpoint_is_refused(engine: Engine, models: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from demo import changed_copy, other_trellis
+from exl3_vllm.format import Checkpoint
 from logits import make_synthetic, relative_error
 
 DRIVER = Path(__file__).parent / "rank_of_two.py"
@@ -89,21 +90,46 @@ def test_another_trellis_on_one_rank_changes_the_answers_and_the_fingerprint(
     assert receipts(folder, 2)[0]["fingerprint"] != receipts(folder, 2)[1]["fingerprint"]
 
 
-@pytest.mark.full
-def test_logits_of_two_ranks_equal_transformers(tmp_path: Path) -> None:
-    # given models of every rate and codebook; one whose key/value columns are cut inside a block of 128, one with
-    # shared experts, one whose experts have three blocks for two ranks, and one whose experts are divided among the
-    # ranks instead of cut
-    names = ("llama", "qwen3_moe", "qwen2_moe", "uneven")
-    made = [make_synthetic(name, tmp_path) for name in names]
-    apart = tmp_path / "qwen3_moe-ep"
-    apart.symlink_to(tmp_path / "qwen3_moe")
-    models = [one.model for one in made] + [apart]
+# What each family of `logits.CONFIGS` is there for on two ranks:
+FAMILIES = {
+    "llama": "key/value columns cut inside a block of 128",
+    "qwen3": "mixed rates and codebooks",
+    "qwen3_moe": "experts cut in the middle",
+    "qwen3_moe-ep": "experts divided among the ranks instead of cut",
+    "qwen2_moe": "shared experts",
+    "uneven": "experts of three blocks for two ranks",
+    "glm4_moe": "dense layers and shared experts of an odd number of blocks, padding in the last",
+    "replicated": "one key/value head, whole on both ranks",
+    "tied": "a head that is the embedding",
+    "mla": "latent attention",
+    "llama-pp": "two pipeline stages",
+    "qwen3_moe-pp": "two pipeline stages with experts",
+}
+IN_BRIEF = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "replicated", "mla", "llama-pp")
+
+
+@pytest.mark.parametrize(
+    "names", [IN_BRIEF, pytest.param(tuple(FAMILIES), marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_logits_of_two_ranks_equal_transformers(names: tuple[str, ...], tmp_path: Path) -> None:
+    # given models of every rate and codebook
+    made = {family: make_synthetic(family, tmp_path) for family in {name.partition("-")[0] for name in names}}
+    for name in names:
+        if name not in made:
+            (tmp_path / name).symlink_to(tmp_path / name.partition("-")[0])
+    models = [tmp_path / name for name in names]
     # when two ranks compute them
     run_two_ranks([models, models], tmp_path)
-    # then both ranks' logits are those of transformers
-    references = [one.reference for one in made] + [made[1].reference]
-    for number, reference in enumerate(references):
+    # then the logits are those of transformers, and the ranks' receipts agree on what was loaded
+    for number, name in enumerate(names):
+        reference = made[name.partition("-")[0]].reference
         for rank in (0, 1):
             logits = torch.load(tmp_path / str(number) / f"logits{rank}.pt")
-            assert relative_error(logits, reference) < 2e-5, (models[number].name, rank)
+            assert relative_error(logits, reference) < 2e-5, (name, rank)
+        both = receipts(tmp_path, number)
+        assert both[0]["fingerprint"] == both[1]["fingerprint"], name
+        if name.endswith("-pp"):
+            # every matrix is on one stage: 7 in each of 2 layers (or 4 and the experts'), and the head on the last
+            assert sum(one["trellis_tensors"] for one in both) == len(Checkpoint.open(tmp_path / name).matrices)
+        else:
+            assert both[0]["trellis_tensors"] == both[1]["trellis_tensors"], name
