@@ -120,7 +120,8 @@ def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None
         if (death := last_death(one)) is not None:
             parts.append(Text(death, style="dim"))
     if not told:
-        parts.append(Text(f"nothing of {recipe or 'the kit'} stands on {nodes}"))
+        where = "the nodes that answer" if missing else nodes
+        parts.append(Text(f"nothing of {recipe or 'the kit'} stands on {where}"))
     parts += [
         Text(f"node {node} does not answer: {error.what} ({error.why})", style="red") for node, error in missing.items()
     ]
@@ -288,15 +289,17 @@ def as_fields(line: Line) -> dict[str, Any]:
 
 def print_line(line: Line, console: Any) -> None:
     """One line with its rank and node, as it is; on a terminal the rank has its colour."""
+    from exl3kit import post_mortem
     from exl3kit.faults import printable
 
-    prefix = f"rank{line.one.rank}@{line.one.node.name} | "
+    prefix, text = f"rank{line.one.rank}@{line.one.node.name} | ", line.text
+    if text.startswith(post_mortem.MARK):
+        text = f"-- a post-mortem: `kit logs {line.one.deployment} --post-mortem` --"  # 10 kB of JSON in one line
     if console.is_terminal:
         console.print(prefix, style=COLOURS[line.one.rank % len(COLOURS)], end="", markup=False)
-        text = printable(line.text, most=100_000)  # a terminal must not obey what a log may hold
+        print(printable(text, most=100_000), flush=True)  # a terminal must not obey what a log may hold
     else:
-        prefix, text = "", prefix + line.text
-    print(text, flush=True)
+        print(prefix + text, flush=True)
 
 
 def show_post_mortem(opened: list[Any], name: str, as_json: bool) -> None:
