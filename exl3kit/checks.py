@@ -117,7 +117,7 @@ def _gpu_access(place: Place, bad: Level) -> Finding:
     """Whether the engine can hand the GPU to a container, and by which way."""
     probe = place.probe
     stale = [one for one in probe.cdi if one.driver and one.driver != probe.gpus[0].driver]
-    if "nvidia" in probe.engine.runtimes or "nvidia-container-runtime-hook" in probe.programs:
+    if probe.has_runtime:
         if stale:
             says = f"NVIDIA runtime; {stale[0].file} is of driver {stale[0].driver}, so CDI would not find its files"
             return place.find("GPU access", "warn", says, f"`sudo nvidia-ctk cdi generate --output={stale[0].file}`")

@@ -165,14 +165,16 @@ def host_config(rest: dict[str, Any], ports: Iterable[str], version: str) -> Hos
 
 
 def device_requests(deploy: Mapping[str, Any] | None) -> list[Any] | None:
-    """Compose's device reservations as the engine's requests (count -1 is all)."""
+    """Compose's device reservations as the engine's requests: a count (-1 is all), or the names of CDI devices."""
     from docker.types import DeviceRequest
 
     if deploy is None:
         return None
     wanted = deploy["resources"]["reservations"]["devices"]
     return [
-        DeviceRequest(
+        DeviceRequest(driver=one["driver"], device_ids=one["device_ids"])
+        if "device_ids" in one
+        else DeviceRequest(
             driver=one["driver"],
             count=-1 if one["count"] == "all" else one["count"],
             capabilities=[one["capabilities"]],

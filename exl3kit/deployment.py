@@ -58,6 +58,7 @@ class Rank:
     model_dir: str  # on the node
     api_key_file: str | None  # on the node
     secret_file: str | None  # on the node: what the ranks of a gang prove to each other that they know
+    cdi: bool = False  # the node's engine hands out GPUs by CDI alone
 
     @property
     def service(self) -> str:
@@ -198,6 +199,7 @@ def plan(
                 model_dir=model_dirs[node],
                 api_key_file=key_file,
                 secret_file=f"{facts[node].cache}/deployments/{recipe.name}/gang_secret" if gang else None,
+                cdi=by_cdi(facts[node]) and not recipe.image.on_cpu,
             )
         )
     drafted = Deployment(
@@ -219,6 +221,12 @@ def plan(
     spec = spec_digest(drafted)
     told = tuple(replace(rank, env={**rank.env, "EXL3_SPEC": spec}) for rank in drafted.ranks)
     return replace(drafted, spec=spec, ranks=told)
+
+
+def by_cdi(facts: NodeFacts) -> bool:
+    """Whether a node's engine has CDI and no NVIDIA runtime to hand out a GPU with."""
+    probe = facts.probe
+    return probe is not None and probe.engine.cdi and bool(probe.cdi) and not probe.has_runtime
 
 
 def spec_digest(deployment: Deployment) -> str:

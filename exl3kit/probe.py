@@ -169,6 +169,11 @@ class Probe:
         """Whether CPU and GPU share one memory: the driver then names no memory of the GPU's own."""
         return bool(self.gpus) and all(gpu.memory_total is None for gpu in self.gpus)
 
+    @property
+    def has_runtime(self) -> bool:
+        """Whether the engine can hand out a GPU through NVIDIA's runtime or its hook."""
+        return "nvidia" in self.engine.runtimes or "nvidia-container-runtime-hook" in self.programs
+
     def link_of(self, address: str) -> Link | None:
         """The interface that carries an address."""
         return next((one for one in self.links if address in [a.partition("/")[0] for a in one.addresses]), None)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from spark_nodes import Spark, node_facts
+from spark_nodes import ENGINE, Spark, node_facts
 
 from exl3kit import containers, deployment, recipes, render
 from exl3kit.deployment import Deployment
@@ -75,3 +76,18 @@ def test_case_31_every_rank_is_rendered_from_one_source(tmp_path: Path) -> None:
     differing = {name for name in {*first, *second} if first.get(name) != second.get(name)}
     assert {name for name in differing if name.startswith(("NCCL", "GLOO"))} == set()
     assert {"EXL3_RANK", "VLLM_HOST_IP"} <= differing
+
+
+def test_a_node_whose_engine_has_cdi_alone_gets_its_gpu_that_way(tmp_path: Path) -> None:
+    """Given one node with NVIDIA's runtime and one with CDI alone, then each rank asks for its GPU in that way."""
+    (tmp_path / "two.yaml").write_text(RECIPE % "{}")
+    alone = replace(ENGINE, runtimes=("runc",))
+    facts = {"spark1": node_facts(Spark()), "spark2": node_facts(Spark(number=2, engine=alone))}
+    recipe = recipes.load(str(tmp_path / "two.yaml"))
+    made = deployment.plan(recipe, "0" * 64, list(facts), facts, dict.fromkeys(facts, "/w"), "g")
+    asked = []
+    for rank in made.ranks:
+        (service,) = containers.services(render.compose(made, rank.node)).values()
+        (request,) = containers.device_requests(service["deploy"]) or []
+        asked.append((request["Driver"], request["Count"], request["DeviceIDs"]))
+    assert asked == [("nvidia", -1, []), ("cdi", 0, ["nvidia.com/gpu=all"])]
