@@ -73,7 +73,7 @@ def framed(name: str, title: str, unit: str, marks: Sequence[float], labels: Seq
     """Title, unit and a horizontal line at every mark."""
     drawing = Drawing(name, title, WIDTH, HEIGHT)
     drawing.shapes.append(Words(4, 13, title, size=12, colour="#15181c"))
-    drawing.shapes.append(Words(WIDTH - RIGHT, HEIGHT - 4, unit, "end", 10, "#5d646e"))
+    drawing.shapes.append(Words(WIDTH - RIGHT, 13, unit, "end", 10, "#5d646e"))
     for mark, label in zip(marks, labels or [shown(mark) for mark in marks], strict=True):
         y = height(mark, marks)
         drawing.shapes += [Line(LEFT, y, WIDTH - RIGHT, y, "#d8dce1", 0.8), Words(LEFT - 5, y + 4, label, "end", 10)]

@@ -29,6 +29,16 @@ from urllib.parse import urlsplit
 SETTLE_S = 5.0  # metrics are brought up to date when an iteration ends, not when the client has its last byte
 LOOK_S = 0.02
 ANSWER_S = 3600.0  # one prompt of 300,000 tokens on a slow machine
+KEPT = tuple(
+    "vllm:" + name
+    for name in (
+        "num_requests_running", "num_requests_waiting{", "prefix_cache_hits_total", "external_prefix_cache_hits_total",
+        "prompt_tokens_total", "prompt_tokens_by_source_total", "generation_tokens_total", "request_success_total",
+        "num_preemptions_total", "time_to_first_token_seconds_sum", "request_queue_time_seconds_sum",
+        "spec_decode_num_", "cache_config_info",
+    )
+)  # fmt: skip
+"""Beginnings of the lines of `/metrics` that are recorded: 2 kB in place of 40."""
 
 
 class Unanswered(Exception):
@@ -74,13 +84,10 @@ class Server:
         return json.loads(content)
 
     def metrics(self) -> str:
-        """vLLM's metrics without buckets, as the server wrote them; empty when it has none."""
+        """The metrics that a gate may want, as the server wrote them; empty when it has none."""
         status, content = self.get("/metrics")
         lines = content.decode("utf-8", "replace").splitlines() if status == 200 else []
-        wanted = [line for line in lines if line.startswith("vllm:")]
-        return "".join(
-            f"{line}\n" for line in wanted if "_bucket{" not in line and "_created{" not in line.partition(" ")[0]
-        )
+        return "".join(f"{line}\n" for line in lines if line.startswith(KEPT) and "_bucket{" not in line)
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,13 @@ from exl3kit.errors import ExitCode, KitError
 
 SCHEMA = 1
 FILE = "campaign.jsonl"
-PLURAL = {"boot": "boots", "observation": "observations", "position": "positions", "result": "results"}
+PLURAL = {
+    "boot": "boots",
+    "observation": "observations",
+    "position": "positions",
+    "level": "levels",
+    "result": "results",
+}
 
 
 @dataclass
@@ -56,6 +62,7 @@ class Campaign:
     boots: list[dict[str, Any]] = field(default_factory=list)
     observations: list[dict[str, Any]] = field(default_factory=list)
     positions: list[dict[str, Any]] = field(default_factory=list)  # of a parity run
+    levels: list[dict[str, Any]] = field(default_factory=list)  # of a load
     results: list[dict[str, Any]] = field(default_factory=list)
 
     @property

@@ -22,7 +22,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 PAGE = "report.html"
 HEADS = ("#", "boot", "kind", "prompt", "cached", "computed", "TTFT ms", "client ms", "tokens/s", "load", "free GB",
          "verdict")  # fmt: skip
-UNIT = "tokens per second"
+UNIT = "tokens/s"
 
 
 @dataclass
@@ -65,7 +65,8 @@ def day(campaign: Campaign) -> str:
 
 def look(campaign: Campaign) -> View:
     """The view of a campaign by its verb."""
-    view = {"ab": of_ab, "parity": of_parity}.get(campaign.verb, of_rungs)(campaign)
+    views = {"ab": of_ab, "parity": of_parity, "load": of_load, "mnbt": of_mnbt}
+    view = views.get(campaign.verb, of_rungs)(campaign)
     view.details += [
         {"title": f"Environment of boot {boot['number']} ({boot['arm']})", "rows": flat(boot["environment"])}
         for boot in campaign.boots
@@ -164,6 +165,43 @@ def of_parity(campaign: Campaign) -> View:
         if positions:
             title = f"KLD by position, {kind}"
             view.charts.append(charts.divergences(f"kld-{kind}", title, positions, float(result["limit"])))
+    return view
+
+
+def of_load(campaign: Campaign) -> View:
+    """Throughput and latency by requests at once."""
+    from exl3kit.bench import load
+
+    found = [f"{row['level']} at once: {fault}" for row in campaign.levels for fault in load.faults_of(row)]
+    view = View(title_of(campaign), "invalid" if found else "valid", not found, found)
+    note = f"vllm bench serve: prompts of {campaign.head['prompt']} tokens, answers of {campaign.head['answer']}."
+    view.tables.append({"title": "Load", "note": note, "heads": load.HEADS,
+                        "rows": [load.cells(row) for row in campaign.levels]})  # fmt: skip
+    groups = [(f"{row['level']}", "A", [float(row["told"]["output_throughput"])]) for row in campaign.levels]
+    view.charts += [charts.strips("load", "Generated tokens by requests at once", UNIT, groups)] if groups else []
+    return view
+
+
+def of_mnbt(campaign: Campaign) -> View:
+    """Throughput of the longest prompt by value, and what was recommended."""
+    result = campaign.result
+    lines = [f"recommended: {result['why']}"] if result.get("why") else list(result.get("faults", []))
+    view = View(title_of(campaign), "valid" if result.get("valid") else "invalid", bool(result.get("valid")), lines)
+    heads = ("MNBT", "tokens/s", "TTFT short ms", "beside long ms", "KV tokens")
+    rows = [
+        (f"{one['value']:,}", f"{one['rate']:,.0f}", f"{one['short'] * 1e3:,.1f}",
+         f"{one['beside'] * 1e3:,.1f}" if one["beside"] is not None else "-", f"{one['pool'] or 0:,}")
+        for one in result.get("settings", [])
+    ]  # fmt: skip
+    view.tables.append({"title": "Values", "note": "Each value is a boot of its own.", "heads": heads, "rows": rows})
+    groups = []
+    for boot in campaign.boots:
+        rates = summaries.rates_by_rung(summaries.judged(campaign.of_boot(boot["number"])))
+        if rates:
+            groups.append((f"{boot['value']:,}", "A", rates[max(rates, key=int)]))
+    view.charts += (
+        [charts.strips("mnbt", "Cold prefill of the longest prompt, by MNBT", UNIT, groups)] if groups else []
+    )
     return view
 
 

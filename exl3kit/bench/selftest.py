@@ -207,11 +207,11 @@ def seen(target: Target, steps: Sequence[Step]) -> list[Observation]:
 
 
 @contextmanager
-def somebody_else(target: Target) -> Iterator[None]:
+def somebody_else(target: Target, tokens: int = 16, answer: int = 32) -> Iterator[None]:
     """Requests of another client, one after the other, while the body runs."""
     done, begun = threading.Event(), threading.Event()
     steps: list[Step] = [
-        {"kind": "prose", "salt": f"{campaign.salt()}{n}", "tokens": 16, "max_tokens": 32} for n in range(500)
+        {"kind": "prose", "salt": f"{campaign.salt()}{n}", "tokens": tokens, "max_tokens": answer} for n in range(500)
     ]
 
     def ask() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, bench_kernels, output
+from exl3kit.cli import args, bench_args, bench_kernels, bench_load, output
 from exl3kit.cli.serve import stoppable
 
 if TYPE_CHECKING:
@@ -20,23 +18,13 @@ if TYPE_CHECKING:
     from exl3kit.bench.comparison import Comparison
     from exl3kit.bench.plans import Step
     from exl3kit.bench.targets import Target
-    from exl3kit.recipe import Recipe
 
 app = typer.Typer(help="Measure what is served, and refuse figures that mean nothing.", no_args_is_help=True)
 
-RecipeOption = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe that is up, on --nodes.")]
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
-Url = Annotated[str | None, typer.Option("--url", help="Measure this server, from here, in place of a recipe.")]
-KeyFile = Annotated[str | None, typer.Option("--key-file", help="File with the API key of --url.")]
-Out = Annotated[Path | None, typer.Option("--out", help="New folder for the receipts; else bench/TIME-VERB.")]
-Count = Annotated[int, typer.Option("--count", min=1, help="Observations of each rung; fewer than 5 are not valid.")]
-MaxCv = Annotated[float, typer.Option("--max-cv", min=0, help="Largest coefficient of variation within a boot.")]
-Against = Annotated[str | None, typer.Argument(metavar="[B]", help="Recipe of the second arm; else as the first.")]
-SetsA = Annotated[list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="Override a key in the first arm.")]
-SetsB = Annotated[list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="Override a key in the second arm.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Accept fewer than 5 observations: for trying, not for figures.")]
 
-LEAST = 5  # as in `exl3kit.bench.plans`, which is not imported before a verb runs
+app.command("kernels")(bench_kernels.kernels)
+for verb in (bench_load.load, bench_load.mnbt):
+    app.command(verb.__name__)(verb)
 
 
 @app.callback()
@@ -44,90 +32,71 @@ def bench() -> None:
     """Measure what is served, and refuse figures that mean nothing."""
 
 
-def folder(out: Path | None, verb: str) -> Path:
-    """The folder for the receipts of a campaign that begins now."""
-    return out or Path("bench") / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{verb}"
-
-
-def numbers(text: str | None, option: str) -> list[int]:
-    """`8192,16384` as numbers; 8K is 8192."""
-    from exl3kit.errors import KitError
-
-    try:
-        words = [word.strip().upper() for word in (text or "").split(",") if word.strip()]
-        return [int(word[:-1]) * 1024 if word.endswith("K") else int(word) for word in words]
-    except ValueError as error:
-        raise KitError(
-            f"{text!r} is no list of numbers", where=option, next_step=f"such as {option} 8K,65536"
-        ) from error
-
-
-app.command("kernels")(bench_kernels.kernels)
-
-
 @app.command("prefill")
 def prefill(
-    recipe: RecipeOption = None,
-    nodes: Nodes = "local",
+    recipe: bench_args.RecipeOption = None,
+    nodes: bench_args.Nodes = "local",
     sets: args.SetOption = None,
-    url: Url = None,
-    key_file: KeyFile = None,
+    url: bench_args.Url = None,
+    key_file: bench_args.KeyFile = None,
     rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
-    count: Count = LEAST,
-    max_cv: MaxCv = 0.15,
-    quick: Quick = False,
-    out: Out = None,
+    count: bench_args.Count = bench_args.LEAST,
+    max_cv: bench_args.MaxCv = 0.15,
+    quick: bench_args.Quick = False,
+    out: bench_args.Out = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Cold prefill over a ladder of prompt lengths; a row counts only when no token of it came from a cache."""
 
     from exl3kit.bench import campaign
 
-    with _target(recipe, sets, nodes, url, key_file) as target:
-        steps = campaign.prefill(target, numbers(rungs, "--rungs"), count, 1 if quick else LEAST)
-        _measure("prefill", target, steps, folder(out, "prefill"), max_cv, as_json)
+    with bench_args.opened_target(recipe, sets, nodes, url, key_file) as target:
+        steps = campaign.prefill(target, bench_args.numbers(rungs, "--rungs"), count, bench_args.least(quick))
+        _measure("prefill", target, steps, bench_args.folder(out, "prefill"), max_cv, as_json)
 
 
 @app.command("decode")
 def decode(
-    recipe: RecipeOption = None,
-    nodes: Nodes = "local",
+    recipe: bench_args.RecipeOption = None,
+    nodes: bench_args.Nodes = "local",
     sets: args.SetOption = None,
-    url: Url = None,
-    key_file: KeyFile = None,
-    count: Count = LEAST,
+    url: bench_args.Url = None,
+    key_file: bench_args.KeyFile = None,
+    count: bench_args.Count = bench_args.LEAST,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 400,
     streams: Annotated[str, typer.Option("--streams", help="Answers at once; those that would queue are left out.")] = (
         "1,4,8"
     ),
-    max_cv: MaxCv = 0.15,
-    quick: Quick = False,
-    out: Out = None,
+    max_cv: bench_args.MaxCv = 0.15,
+    quick: bench_args.Quick = False,
+    out: bench_args.Out = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Decode: structured and prose answers one at a time, then several at once; acceptance length when speculative."""
 
     from exl3kit.bench import campaign
 
-    with _target(recipe, sets, nodes, url, key_file) as target:
-        steps = campaign.decode(target, count, tokens, numbers(streams, "--streams"), 1 if quick else LEAST)
-        _measure("decode", target, steps, folder(out, "decode"), max_cv, as_json)
+    with bench_args.opened_target(recipe, sets, nodes, url, key_file) as target:
+        steps = campaign.decode(
+            target, count, tokens, bench_args.numbers(streams, "--streams"), bench_args.least(quick)
+        )
+        _measure("decode", target, steps, bench_args.folder(out, "decode"), max_cv, as_json)
 
 
 @app.command("ab")
 def ab(
     recipe: args.RecipeArg,
-    against: Against = None,
-    nodes: Nodes = "local",
+    against: bench_args.Against = None,
+    nodes: bench_args.Nodes = "local",
     sets: args.SetOption = None,
-    a_sets: SetsA = None,
-    b_sets: SetsB = None,
+    a_sets: bench_args.SetsA = None,
+    b_sets: bench_args.SetsB = None,
     rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
-    count: Count = LEAST,
+    count: bench_args.Count = bench_args.LEAST,
     boots: Annotated[int, typer.Option("--boots", help="How many; they alternate and begin and end with A.")] = 5,
-    max_cv: MaxCv = 0.15,
-    quick: Quick = False,
-    out: Out = None,
+    max_cv: bench_args.MaxCv = 0.15,
+    quick: bench_args.Quick = False,
+    out: bench_args.Out = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Compare cold prefill of two arms over alternating boots; exit code 8 when the campaign proves nothing.
@@ -143,17 +112,18 @@ def ab(
     from exl3kit.nodes import open_nodes
     from exl3kit.progress import Progress
 
-    by_arm = dict(zip("AB", arms(recipe, against, sets, a_sets, b_sets), strict=True))
+    by_arm = dict(zip("AB", bench_args.arms(recipe, against, sets, a_sets, b_sets), strict=True))
     console = output.console(as_json=as_json)
     progress = Progress(console)
-    recorder = Recorder(folder(out, "ab"))
+    recorder = Recorder(bench_args.folder(out, "ab"))
     with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
         named = campaign.named_differences(by_arm["A"], by_arm["B"], opened)
         for line in differences.told(named):
             progress.tell(f"the arms differ in {line}")
         question = campaign.Question(
-            rungs=numbers(rungs, "--rungs"), count=count, boots=boots, least=1 if quick else LEAST, max_cv=max_cv,
-            named=list(named), tiers={arm: loaded.exl3.tier for arm, loaded in by_arm.items()},
+            rungs=bench_args.numbers(rungs, "--rungs"), count=count, boots=boots,
+            least=bench_args.least(quick), max_cv=max_cv, named=list(named),
+            tiers={arm: loaded.exl3.tier for arm, loaded in by_arm.items()},
         )  # fmt: skip
         told = {name: targets.recorded(by_arm[arm]) for name, arm in (("a", "A"), ("b", "B"))}
         recorder.begin("ab", {**question.as_json(), **told})
@@ -169,11 +139,11 @@ def ab(
 
 @app.command("selftest")
 def selftest(
-    recipe: RecipeOption = None,
-    nodes: Nodes = "local",
+    recipe: bench_args.RecipeOption = None,
+    nodes: bench_args.Nodes = "local",
     sets: args.SetOption = None,
-    url: Url = None,
-    key_file: KeyFile = None,
+    url: bench_args.Url = None,
+    key_file: bench_args.KeyFile = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Put everything before the gate that it must refuse, recorded and live; 0 only when each is refused.
@@ -192,7 +162,10 @@ def selftest(
     with progress.stage("live, on a server of known speed"):
         cases += tests.of_live()
     if recipe is not None or url is not None:
-        with _target(recipe, sets, nodes, url, key_file) as target, progress.stage(f"live, on {target.place.name}"):
+        with (
+            bench_args.opened_target(recipe, sets, nodes, url, key_file) as target,
+            progress.stage(f"live, on {target.place.name}"),
+        ):
             cases += tests.of_server(target)
     if as_json:
         output.emit({"cases": [{**asdict(case), "held": case.held} for case in cases]})
@@ -229,16 +202,6 @@ def report(
         console.print(str(path), markup=False)
 
 
-def arms(
-    recipe: str, against: str | None, sets: list[str] | None, a_sets: list[str] | None, b_sets: list[str] | None
-) -> tuple[Recipe, Recipe]:
-    """The recipes of the two arms: `--set` holds for both, `--a` and `--b` for one."""
-    from exl3kit import recipes
-
-    both = list(sets or ())
-    return recipes.load(recipe, both + (a_sets or [])), recipes.load(against or recipe, both + (b_sets or []))
-
-
 def show_comparison(found: Comparison, console: Console) -> None:
     """One line per rung, the one claim, and what is wrong."""
     from rich.table import Table
@@ -261,17 +224,6 @@ def show_comparison(found: Comparison, console: Console) -> None:
     for fault in found.faults:
         console.print(f"invalid: {fault}", markup=False, style="red")
     console.print(f"verdict: {found.verdict} ({found.why})", markup=False)
-
-
-@contextmanager
-def _target(
-    recipe: str | None, sets: list[str] | None, nodes: str, url: str | None, key_file: str | None
-) -> Iterator[Target]:
-    """What the options name, while the verb may be stopped."""
-    from exl3kit.bench import targets
-
-    with stoppable(), targets.opened(recipe, sets or (), nodes, url, key_file) as target:
-        yield target
 
 
 def _measure(verb: str, target: Target, steps: Sequence[Step], where: Path, max_cv: float, as_json: bool) -> None:

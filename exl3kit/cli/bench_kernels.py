@@ -30,7 +30,7 @@ def kernels(
 
     Exit code 3 where there is no GPU, 8 when results were wrong or differed from run to run.
     """
-    from exl3kit.cli.bench import folder
+    from exl3kit.cli.bench_args import folder
     from exl3kit.progress import Progress
 
     progress = Progress(output.console(as_json=True))

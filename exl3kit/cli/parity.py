@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, bench, output
+from exl3kit.cli import args, bench_args, output
 from exl3kit.cli.serve import stoppable
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 def parity(
     recipe: args.RecipeArg,
-    against: bench.Against = None,
-    nodes: bench.Nodes = "local",
+    against: bench_args.Against = None,
+    nodes: bench_args.Nodes = "local",
     sets: args.SetOption = None,
-    a_sets: bench.SetsA = None,
-    b_sets: bench.SetsB = None,
+    a_sets: bench_args.SetsA = None,
+    b_sets: bench_args.SetsB = None,
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the given text.")] = 1024,
     window: Annotated[int, typer.Option("--window", min=8, help="Tokens of one prompt.")] = 200,
     decode: Annotated[int, typer.Option("--decode", min=2, help="Decode steps after each of two prompts.")] = 64,
     limit: Annotated[
         float | None, typer.Option("--limit", min=0, help="Mean KLD in nats that still counts as the same.")
     ] = None,
-    out: bench.Out = None,
+    out: bench_args.Out = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Compare two arms' whole next-token distributions, in prefill and in decode, beside an unchanged control.
@@ -42,11 +42,11 @@ def parity(
     from exl3kit.nodes import open_nodes
     from exl3kit.progress import Progress
 
-    first, second = (compared.scoring(one) for one in bench.arms(recipe, against, sets, a_sets, b_sets))
+    first, second = (compared.scoring(one) for one in bench_args.arms(recipe, against, sets, a_sets, b_sets))
     question = compared.Question(tokens, window, decode, compared.limit_for(first, second) if limit is None else limit)
     console = output.console(as_json=as_json)
     progress = Progress(console)
-    recorder = Recorder(bench.folder(out, "parity"))
+    recorder = Recorder(bench_args.folder(out, "parity"))
     scores: list[compared.Scores] = []
     with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
         named = ab.named_differences(first, second, opened)

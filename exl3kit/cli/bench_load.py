@@ -1,0 +1,130 @@
+"""`kit bench load` and `kit bench mnbt`: what a deployment bears, and with which chunk size."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from exl3kit.cli import args, bench_args, output
+from exl3kit.cli.serve import stoppable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import Console
+
+    from exl3kit.bench.mnbt import Setting
+
+
+def load(
+    recipe: args.RecipeArg,
+    nodes: bench_args.Nodes = "local",
+    sets: args.SetOption = None,
+    levels: Annotated[str, typer.Option("--levels", help="Requests at once.")] = "1,2,4,8",
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")] = 512,
+    answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens of each answer.")] = 128,
+    out: bench_args.Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Throughput and latency by requests at once, from vLLM's own load generator inside the image."""
+    from exl3kit.bench import load as loads
+    from exl3kit.bench import targets
+    from exl3kit.bench.records import Recorder
+    from exl3kit.progress import Progress
+
+    console = output.console(as_json=as_json)
+    asked = loads.Load(bench_args.numbers(levels, "--levels"), prompt, answer)
+    with bench_args.opened_target(recipe, sets, nodes, None, None) as target:
+        recorder = Recorder(bench_args.folder(out, "load"))
+        with contextlib.closing(recorder):
+            recorder.begin("load", {**targets.described(target), "prompt": prompt, "answer": answer})
+            recorder.write("boot", {"number": 0, "arm": "A", "environment": target.environment()})
+            rows, faults = loads.run(target, asked, recorder, Progress(console))
+            recorder.write("result", {"faults": faults, "valid": not faults})
+    if as_json:
+        output.emit({"levels": rows, "faults": faults, "valid": not faults, "receipts": str(recorder.folder)})
+    else:
+        show_levels(rows, console)
+        console.print(f"receipts: {recorder.folder}", markup=False)
+    if error := loads.refusal(faults, recorder.folder, recipe):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
+def show_levels(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    from rich.table import Table
+
+    from exl3kit.bench.load import HEADS, cells
+
+    table = Table(box=None, pad_edge=False)
+    for column in HEADS:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table, markup=False)
+
+
+def mnbt(
+    recipe: args.RecipeArg,
+    nodes: bench_args.Nodes = "local",
+    sets: args.SetOption = None,
+    values: Annotated[str, typer.Option("--values", help="Values of max_num_batched_tokens.")] = "1K,2K,4K,8K",
+    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths; the ends decide.")] = None,
+    count: bench_args.Count = bench_args.LEAST,
+    max_cv: bench_args.MaxCv = 0.15,
+    quick: bench_args.Quick = False,
+    out: bench_args.Out = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Boot a recipe with each value, and recommend the smallest that gives nearly the most throughput."""
+    from exl3kit import recipes
+    from exl3kit.bench import ab, campaign, plans, summaries, targets
+    from exl3kit.bench import mnbt as sweep
+    from exl3kit.bench.records import Recorder
+    from exl3kit.nodes import open_nodes
+    from exl3kit.progress import Progress
+
+    loaded = recipes.load(recipe, sets or ())
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    recorder = Recorder(bench_args.folder(out, "mnbt"))
+    found: list[Setting] = []
+    faults: list[str] = []
+    with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
+        recorder.begin("mnbt", {**targets.recorded(loaded), "max_cv": max_cv})
+        for number, value in enumerate(bench_args.numbers(values, "--values")):
+            with ab.booted(sweep.with_value(loaded, value), opened, progress) as target:
+                ladder = plans.ladder(target.max_model_len, bench_args.numbers(rungs, "--rungs"))
+                steps = sweep.steps(ladder, count, bench_args.least(quick))
+                seen = campaign.observe(target, steps, recorder, progress, number, f"observe {value}")
+                beside = sweep.beside_long(target, ladder[0], ladder[-1], count)
+                told = {"environment": target.environment(), "value": value, "beside": beside}
+                recorder.write("boot", {"number": number, "arm": "A", **told, "pool": sweep.pool_of(target)})
+                faults += [f"{value}: {fault}" for fault in summaries.faults(summaries.judged(seen), max_cv=max_cv)]
+                if not faults:
+                    found.append(sweep.setting(value, seen, beside, sweep.pool_of(target)))
+        chosen, why = sweep.recommend(found) if found and not faults else (None, "")
+        result = {"settings": [one.as_json() for one in found], "faults": faults, "valid": not faults,
+                  "recommended": chosen.value if chosen else None, "why": why}  # fmt: skip
+        recorder.write("result", result)
+    if as_json:
+        output.emit({**result, "receipts": str(recorder.folder)})
+    else:
+        show_settings(found, console)
+        console.print(f"recommended: {why}" if chosen else "nothing can be recommended", markup=False)
+        console.print(f"receipts: {recorder.folder}", markup=False)
+    if error := campaign.refusal(campaign.Outcome([], faults, recorder.folder), loaded.name):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
+def show_settings(found: Sequence[Setting], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("MNBT", "tokens/s", "TTFT short", "beside long", "KV tokens"):
+        table.add_column(column, justify="right")
+    for one in found:
+        beside = f"{one.beside * 1e3:,.1f} ms" if one.beside is not None else "-"
+        table.add_row(f"{one.value:,}", f"{one.rate:,.0f}", f"{one.short * 1e3:,.1f} ms", beside, f"{one.pool or 0:,}")
+    console.print(table, markup=False)
