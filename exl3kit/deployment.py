@@ -230,10 +230,11 @@ def by_cdi(facts: NodeFacts) -> bool:
 
 
 def spec_digest(deployment: Deployment) -> str:
-    """sha256 over everything but the generation, 64 hex digits."""
+    """sha256 over everything but the generation and what the operator calls the nodes, 64 hex digits."""
     fields = asdict(deployment)
     del fields["generation"], fields["spec"]
     for rank in fields["ranks"]:
+        del rank["node"]  # another's name for the same machine is no reason to start anew
         rank["env"] = {
             name: value for name, value in rank["env"].items() if name not in ("EXL3_GENERATION", "EXL3_SPEC")
         }

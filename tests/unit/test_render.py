@@ -255,3 +255,17 @@ def test_gpus_are_reserved_in_the_form_that_compose_does_not_drop() -> None:
     assert "gpus" not in service
     request = containers.creation(service, {}, "p", "1.41")["host_config"]["DeviceRequests"][0]
     assert (request["Driver"], request["Count"], request["Capabilities"]) == ("nvidia", -1, [["gpu"]])
+
+
+def test_another_name_for_the_same_machines_is_the_same_deployment() -> None:
+    """Given a second operator's ssh names for the same two machines, then nothing is to be started anew."""
+    of_bob = tuple(replace(node, name=f"admin@{node.name}") for node in TWO)
+    folders = {node.name: "/weights" for node in (*TWO, *of_bob)}
+
+    def spec(nodes: tuple[NodeFacts, ...]) -> str:
+        recipe = recipes.load("demo-tp2")
+        names = deployment.place(recipe, nodes)
+        return deployment.plan(recipe, STAMP, names, {one.name: one for one in nodes}, folders, "g1").spec
+
+    assert spec(TWO) == spec(of_bob)
+    assert spec(TWO) != spec(TWO[::-1])
