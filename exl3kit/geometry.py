@@ -7,7 +7,7 @@ from typing import Any
 
 BLOCK = 128  # inputs that one Hadamard block mixes; a rank must hold whole blocks of a row-parallel layer's input
 
-_ROUTED = "the experts' intermediate size"
+_ATTENTION = "the attention output's input"
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")  # models' names of their number
 
 
@@ -74,10 +74,11 @@ def _rows(shape: Mapping[str, Any], tensor: int, expert: bool, exl3: bool) -> It
     for what, width in _row_parallel_inputs(shape, expert):
         # The format pads widths to whole blocks, and the padding is cut with the rest: 2880 counts as 2944.
         stored = -(-width // BLOCK) * BLOCK if exl3 else width
-        if exl3 and what == _ROUTED:  # both sides of this cut are ours: ranks may take different numbers of blocks
+        if exl3 and what != _ATTENTION:
+            # Between gate, up and down nobody else sees the width: ranks may take different numbers of blocks.
             if stored // BLOCK < tensor:
                 yield f"{what} of {width} is {stored // BLOCK} blocks of {BLOCK}, fewer than {tensor} ranks"
-            elif width % tensor:
+            elif width % tensor:  # vLLM divides it before anybody is asked
                 yield f"{what} of {width} does not divide over {tensor} ranks"
         elif exl3 and stored % (tensor * BLOCK):
             blocks = f"{stored / tensor / BLOCK:g} blocks of {BLOCK}"
@@ -91,14 +92,14 @@ def _row_parallel_inputs(shape: Mapping[str, Any], expert: bool) -> Iterator[tup
     heads, hidden = _number(shape, "num_attention_heads"), _number(shape, "hidden_size")
     head = _number(shape, "v_head_dim", "head_dim") or (hidden // heads if heads and hidden else None)
     if heads and head:
-        yield "the attention output's input", heads * head
+        yield _ATTENTION, heads * head
     moe = _number(shape, "moe_intermediate_size")
     dense = _number(shape, "intermediate_size")
     if dense and _has_dense_mlp(shape, moe):
         yield "intermediate_size", dense
     experts = _number(shape, *EXPERTS)
     if experts and (moe or dense) and not expert:
-        yield _ROUTED, moe or dense or 0
+        yield "the experts' intermediate size", moe or dense or 0
     shared = _number(shape, "shared_expert_intermediate_size", "shared_intermediate_size")
     shared_count = _number(shape, "n_shared_experts", "num_shared_experts")
     if shared or (shared_count and moe):

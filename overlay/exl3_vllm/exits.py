@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from exl3_vllm.rank_settings import EXIT_SERVING
+from exl3_vllm.rank_settings import EXIT_SERVING, EXIT_VERIFICATION
 
 MAIN = ("API server", "launcher")  # the supervisor's own child, on the head and on the others
 EXIT_CODE_SAID = re.compile(r"exit code:? (-?\d+)")
@@ -31,7 +31,10 @@ def said_exit_code(lines: Iterable[str]) -> tuple[int | None, str | None]:
 
 
 def exit_code(death: Mapping[str, Any]) -> int:
-    """Exit code of the rank: vLLM's own where that is one, 128 + n for a signal, else that of a failed service."""
+    """Exit code of the rank: that of a refused checkpoint, vLLM's own where that is one, 128 + n for a signal, else that
+    of a failed service."""
+    if death["kind"] == "unfit":
+        return EXIT_VERIFICATION
     if death.get("signal") and death["process"] in MAIN:
         return 128 + int(signal.Signals[str(death["signal"])])
     if death["kind"] == "exit" and death["process"] in MAIN:

@@ -14,7 +14,17 @@ from exl3_vllm.rank_settings import write_json
 MARK = "EXL3-POST-MORTEM "  # begins the one line of the log that holds the whole report
 NEWEST = "post-mortem.json"
 KEPT = 10  # older reports
-OWN = ("exit", "vanished", "oom", "stopped", "stall", "start", "refused", "hung")  # ends that began on the rank itself
+OWN = (
+    "exit",
+    "vanished",
+    "oom",
+    "stopped",
+    "stall",
+    "start",
+    "refused",
+    "hung",
+    "unfit",
+)  # ends that began on the rank itself
 VIOLENT = ("oom", "stopped", "hung")  # no consequence of another rank's death, as an exit often is
 VIOLENT_S = 5.0  # within which an end by force is taken for the cause of an exit that was noticed before it
 LINES, LINE_LENGTH = 15, 200  # of each rank's log; every record must fit one datagram

@@ -35,6 +35,14 @@ def told() -> Iterator[None]:
         raise
 
 
+def read(directory: Path) -> str | None:
+    """The sentence of a refusal that was written down in a rank's folder, or None."""
+    try:
+        return str(json.loads((directory / FILE).read_bytes())["sentence"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def tell_refusals() -> None:
     """Wrap vLLM's loading of a model, in which most refusals come up; a second call changes nothing."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader

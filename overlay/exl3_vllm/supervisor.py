@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from exl3_vllm import exits, post_mortem, watch
+from exl3_vllm import exits, post_mortem, refusals, watch
 from exl3_vllm.gang import Gang, Identity, Phase
 from exl3_vllm.gang_wire import Wire
 from exl3_vllm.rank_api import Judge
@@ -175,6 +175,7 @@ class Supervisor:
         self.state.enter(self.gang.incarnation, self.settings.generation)
         for old in self.settings.receipt_dir.glob("*.json"):
             old.unlink()
+        (self.settings.run_dir / refusals.FILE).unlink(missing_ok=True)
         self.vllm = VllmProcess(self.argv, self.environ, head=self.head)
         for pipe in self.vllm.pipes:
             self.selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self.pump(pipe))
@@ -261,6 +262,10 @@ class Supervisor:
             time.sleep(0.02)
             vllm.reap()
         process, status = vllm.tree.culprit(vllm.status)
+        refusal = refusals.read(self.settings.run_dir)
+        if refusal is not None:
+            self.end("unfit", process, refusal, now)
+            return
         code, number = exits.exit_words(status) if status is not None else exits.said_exit_code(vllm.lines)
         how = f"signal {number}" if number else f"status {code}" if code is not None else "an unknown status"
         sentence = f"{process} ended by itself with {how}"

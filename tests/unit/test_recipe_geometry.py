@@ -32,6 +32,7 @@ OSS = {
     "intermediate_size": 2880,
 }
 NARROW = {**DENSE, "intermediate_size": 768}
+HALVES = {**DENSE, "num_attention_heads": 10, "head_dim": 32}
 CODER = {
     "hidden_size": 2048,
     "num_attention_heads": 32,
@@ -57,27 +58,22 @@ CODER = {
             ["32 attention heads", "8 key-value heads", "attention output's input", "intermediate_size"],
         ),
         (AIR, 1, False, True, []),
-        (
-            AIR,
-            2,
-            False,
-            True,
-            [
-                "the shared experts' intermediate size of 1408 over 2 ranks is 704 = 5.5 blocks of 128 per rank",
-            ],
-        ),
-        (AIR, 2, True, True, ["the shared experts' intermediate size of 1408"]),
+        (AIR, 2, False, True, []),  # 5 and 6 blocks of 1408, in experts and the shared one; 43 and 43 of 10944
+        (AIR, 2, True, True, []),
+        (AIR, 16, False, True, ["size of 1408 is 11 blocks of 128, fewer than 16 ranks"] * 2),
         (AIR, 2, False, False, []),  # without EXL3 there are no blocks
         ({**OSS, "num_local_experts": 32}, 2, False, True, []),  # 11 and 12 blocks: experts may be cut unevenly
-        (OSS, 2, False, True, ["size of 2880 over 2 ranks is 1472 = 11.5 blocks of 128"]),
+        (OSS, 2, False, True, []),
         (CODER, 2, False, True, []),
         (CODER, 4, False, True, []),
         (CODER, 8, False, True, ["768 is 6 blocks of 128, fewer than 8 ranks"]),
         ({**CODER, "moe_intermediate_size": 769}, 2, False, True, ["769 does not divide over 2 ranks"]),
-        (NARROW, 4, False, True, ["768 over 4 ranks is 192 = 1.5 blocks of 128 per rank, not whole blocks"]),
+        (NARROW, 4, False, True, []),
+        (NARROW, 8, False, True, ["intermediate_size of 768 is 6 blocks of 128, fewer than 8 ranks"]),
+        (HALVES, 2, False, True, ["input of 320 over 2 ranks is 192 = 1.5 blocks of 128 per rank, not whole blocks"]),
         (CODER, 4, True, True, []),
         ({**CODER, "num_experts": 2}, 4, True, True, ["2 experts are fewer than 4 ranks"]),
-        ({"text_config": NARROW, "hidden_size": 1}, 4, False, True, ["192 = 1.5 blocks"]),
+        ({"text_config": NARROW, "hidden_size": 1}, 8, False, True, ["fewer than 8 ranks"]),
         ({}, 2, False, True, []),
         ({"intermediate_size": "wide", "num_attention_heads": True, "text_config": []}, 2, False, True, []),
     ],
@@ -101,14 +97,14 @@ def recipe(directory: Path, config: object, more: str) -> str:
 
 
 def test_a_local_checkpoint_is_looked_at(tmp_path: Path) -> None:
-    """Given a model directory with 1.5 blocks per rank, when loaded, then the fault stands at parallel.tensor."""
-    ref = recipe(tmp_path, {**NARROW, "quantization_config": {"quant_method": "exl3"}}, "parallel: {tensor: 4}\n")
+    """Given a model directory with fewer blocks than ranks, when loaded, then the fault stands at parallel.tensor."""
+    ref = recipe(tmp_path, {**NARROW, "quantization_config": {"quant_method": "exl3"}}, "parallel: {tensor: 8}\n")
     with pytest.raises(RecipeError) as caught:
         recipes.load(ref)
     (fault,) = caught.value.faults
     assert (fault.place.line, fault.place.column) == (5, 20)
-    assert "192 = 1.5 blocks of 128" in fault.what
-    assert recipes.load(ref, ["parallel.tensor=2"]).parallel.tensor == 2
+    assert "768 is 6 blocks of 128, fewer than 8 ranks" in fault.what
+    assert recipes.load(ref, ["parallel.tensor=4"]).parallel.tensor == 4  # 1 and 2 blocks
     assert recipes.load(ref, ["exl3.tier=none"]).exl3.tier == "none"  # the unquantised control arm has no blocks
 
 
@@ -130,9 +126,9 @@ def test_experts_counted_per_layer_are_experts(tmp_path: Path) -> None:
 
 
 def test_a_quantised_text_model_inside_a_larger_one_has_blocks(tmp_path: Path) -> None:
-    """Given a quantisation that only the inner config names, then 1.5 blocks per rank are refused all the same."""
-    ref = recipe(tmp_path, {"text_config": {**NARROW, "quantization_config": {}}}, "parallel: {tensor: 4}\n")
-    with pytest.raises(RecipeError, match=r"192 = 1\.5 blocks"):
+    """Given a quantisation that only the inner config names, then fewer blocks than ranks are refused all the same."""
+    ref = recipe(tmp_path, {"text_config": {**NARROW, "quantization_config": {}}}, "parallel: {tensor: 8}\n")
+    with pytest.raises(RecipeError, match="768 is 6 blocks of 128, fewer than 8 ranks"):
         recipes.load(ref)
 
 
