@@ -53,13 +53,19 @@ def start(image: Image) -> Pins:
     wanted = image.platform or pins.host()
     distribution, version = image.vllm_distribution
     name = pins.base_name(image)
-    near = [p for p in pins.available() if pins.base_name_of(p) == name and p.distribution == distribution]
-    near.sort(key=lambda p: (p.vllm == version, p.platform == wanted), reverse=True)
+    near = [p for p in pins.available() if pins.base_name_of(p) == name]
+    near.sort(key=lambda p: (p.distribution == distribution, p.vllm == version, p.platform == wanted), reverse=True)
     if near:
-        same_file = (near[0].vllm, near[0].platform) == (version, wanted)
-        path = near[0].path if same_file else pins.path_for(name, distribution, version, wanted)
-        kept = [Wheel(w.name, version if w.name == distribution else w.version) for w in near[0].wheels]
-        return replace(near[0], vllm=version, platform=wanted, wheels=tuple(kept), path=path)
+        fits = (distribution, version, wanted)
+        path = near[0].path if pins_of(near[0]) == fits else pins.path_for(name, *fits)
+        return replace(
+            near[0],
+            distribution=distribution,
+            vllm=version,
+            platform=wanted,
+            wheels=kept(near[0], distribution, version),
+            path=path,
+        )
     if isinstance(image.base, str):
         path = pins.path_for(name, distribution, version, wanted)
         return Pins(Registry(name, None), distribution, version, wanted, "", (), path)
@@ -70,6 +76,19 @@ def start(image: Image) -> Pins:
         next_step=f"copy the nearest file of {paths.shown(paths.LOCKS)}/ and correct it",
         code=ExitCode.PREFLIGHT,
     )
+
+
+def pins_of(known: Pins) -> tuple[str, str, str]:
+    """What a pins file of one base is about: distribution and version of vLLM, and the platform."""
+    return known.distribution, known.vllm, known.platform
+
+
+def kept(near: Pins, distribution: str, version: str) -> tuple[Wheel, ...]:
+    """Another image's wheels to begin with; torch belongs to the build of vLLM, as do the versions that it demands."""
+    if near.distribution == distribution:
+        return tuple(Wheel(w.name, version if w.name == distribution else w.version) for w in near.wheels)
+    others = [Wheel(w.name, w.version) for w in near.wheels if w.name not in (near.distribution, "torch")]
+    return (Wheel(distribution, version), *others)
 
 
 def settle(current: Pins) -> Updated:

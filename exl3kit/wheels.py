@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exl3kit.progress import Stage
 
 # Tags that a glibc of bookworm (2.36) can load; pip takes the newest that a project offers.
-_GLIBC = (36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+_GLIBC = tuple(range(36, 4, -1))
 _LEGACY = {"x86_64": ("manylinux2014", "manylinux2010", "manylinux1"), "aarch64": ("manylinux2014",)}
 _MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
