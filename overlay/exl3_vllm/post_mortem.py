@@ -35,9 +35,10 @@ def record(rank: int, kind: str, process: str, sentence: str, at: float, **more:
     return {"rank": rank, "kind": kind, "process": process, "sentence": sentence, "at": at, **more}
 
 
-def last_lines(lines: list[str]) -> list[str]:
-    """The end of a log, short enough for a datagram."""
-    return [line[:LINE_LENGTH] for line in lines if line.strip()][-LINES:]
+def last_lines(lines: list[str], secret: str | None) -> list[str]:
+    """The end of a log, short enough for a datagram, without the API key where a program printed it."""
+    shown = [line.replace(secret, "***") if secret else line for line in lines]
+    return [line[:LINE_LENGTH] for line in shown if line.strip()][-LINES:]
 
 
 def find_first(records: Mapping[int, Mapping[str, Any]], offset: Callable[[int], float]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ LOOK_S = 0.5  # at the process tree
 TELL_S = 1.0  # the status file
 EXCHANGE_S = 2.0  # for the ranks to tell each other how they ended
 LAST_WORDS_S = 0.3  # for a dead process's parent to say with which exit code it died
+START_GRACE_S = 2.0  # for a vLLM that serves nothing yet
 WORKER_GRACE_S = 4.0  # more than the head's, which answers what is in flight and needs its workers for that
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -282,8 +283,8 @@ class Supervisor:
     def begin_stop(self, vllm: VllmProcess, now: float) -> None:
         """Answer what is in flight, take nothing new. The workers compute until the head has ended."""
         by = "this container" if self.asked else f"rank {self.gang.stop_asked_by}"
-        grace = self.limits.grace_s + (0.0 if self.head else WORKER_GRACE_S)
-        self.stop_by = now + (grace if self.served_since is not None else 0.0 if self.head else WORKER_GRACE_S)
+        grace = self.limits.grace_s if self.served_since is not None else START_GRACE_S
+        self.stop_by = now + grace + (0.0 if self.head else WORKER_GRACE_S)
         self.why = f"{by} was told to stop"
         say(self.settings, f"{self.why}; vLLM has {self.stop_by - now:.0f} s")
         self.gang.stop(self.why)
@@ -319,7 +320,7 @@ class Supervisor:
             served_s=None if self.served_since is None else round(now - self.served_since, 1),
             memory=memory,
             processes=[one for one in processes if one["process"] != "helper"],
-            lines=post_mortem.last_lines(list(self.vllm.lines)),
+            lines=post_mortem.last_lines(list(self.vllm.lines), self.environ.get("VLLM_API_KEY")),
             **more,
         )
         self.gang.end(death)

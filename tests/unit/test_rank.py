@@ -38,6 +38,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "EXL3_GENERATION": "g1",
         "EXL3_MODEL_DIR": str(model),
         "EXL3_RUN_DIR": str(tmp_path / "run"),
+        "EXL3_STATE_DIR": str(tmp_path / "state"),
         "EXL3_API": "http://127.0.0.1:1",
     }
 
@@ -81,7 +82,7 @@ def test_argv_reaches_the_program_word_for_word(environ: dict[str, str]) -> None
 @pytest.mark.parametrize(
     ("program", "code", "sentence"),
     [
-        ("pass", 1, "by itself with status 0"),  # vLLM's rank 0 does this after its peer has died
+        ("pass", 1, "ended by itself with status 0"),  # vLLM's rank 0 does this after its peer has died
         ("raise SystemExit(7)", 7, "by itself with status 7"),
         ("import os; os.kill(os.getpid(), 9)", 137, "signal SIGKILL"),
     ],
@@ -109,26 +110,84 @@ def test_a_stop_is_forwarded_and_ends_with_0(environ: dict[str, str], number: si
     process.send_signal(number)
     code, _, err = end(process)
     assert (code, (tmp_path / "seen").read_text()) == (0, "TERM")
-    assert "after it was told to stop" in err
+    assert "this container was told to stop" in err
 
 
-def test_a_headless_rank_that_ignores_the_stop_is_killed_with_its_children(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_program_that_ignores_the_stop_is_killed_with_its_children(environ: dict[str, str], tmp_path: Path) -> None:
     program = (
         "import os,pathlib,signal,subprocess,sys\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '600'])\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid)); signal.pause()"
     )
-    process = begin({**environ, "EXL3_RANK": "1"}, *python(program))
+    process = begin({**environ, "EXL3_GRACE_S": "1"}, *python(program))
     child = int(wait_for(tmp_path / "child"))
-    begun = time.monotonic()
     process.terminate()
-    code, _, _ = end(process)
+    code, _, err = end(process)
     assert code == 0
-    assert time.monotonic() - begun < 8  # 2 s of grace, where vLLM's own executor takes 10
-    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()
+    assert "told to stop" in err
+    assert gone(child)
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()
+
+
+def test_orphans_are_collected_and_ended_with_the_rank(environ: dict[str, str], tmp_path: Path) -> None:
+    """Given a grandchild whose parent has gone, then the rank inherits it: no zombie, and none left at the end."""
+    program = (
+        "import os,pathlib,subprocess,time\n"
+        "if os.fork() == 0:\n"
+        "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    pathlib.Path({str(tmp_path / 'orphan')!r}).write_text(str(child.pid)); os._exit(0)\n"
+        "time.sleep(600)"
+    )
+    process = begin({**environ, "EXL3_GRACE_S": "1"}, *python(program))
+    orphan = int(wait_for(tmp_path / "orphan"))
+    time.sleep(0.5)
+    process.terminate()
+    end(process)
+    assert gone(orphan)
+
+
+def test_a_supervisor_that_hangs_is_ended_by_its_guard_with_a_report(environ: dict[str, str], tmp_path: Path) -> None:
+    process = begin(environ, *python("import time; time.sleep(600)"))
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "starting")
+    supervisor = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    vllm = status(environ)["pid"]
+    os.kill(supervisor, signal.SIGSTOP)
+    code, _, err = end(process, timeout=40)
+    assert code == 1
+    assert "gave no sign of life" in err
+    assert gone(vllm)
+    report = json.loads((tmp_path / "state" / "post-mortem.json").read_text())
+    assert (report["first"]["kind"], report["first"]["process"]) == ("hung", "supervisor")
+
+
+def test_a_rank_that_was_killed_says_so_when_it_is_back(environ: dict[str, str], tmp_path: Path) -> None:
+    process = begin(environ, *python("import time; time.sleep(600)"))
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "starting")
+    supervisor = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    os.kill(supervisor, signal.SIGKILL)
+    assert end(process)[0] == 137
+    _, _, err = rank(environ, *python("raise SystemExit(3)"))
+    assert "the container was killed while the rank ran" in err
+    kept = sorted(path.name for path in (tmp_path / "state").glob("post-mortem-*.json"))
+    assert kept == ["post-mortem-000001.json", "post-mortem-000002.json"]
+
+
+def test_failed_starts_are_paced(environ: dict[str, str]) -> None:
+    """Given three starts in a row that came to nothing, then the next waits, longer each time, and says so."""
+    for expected in ("", "", "2 failed starts in a row, the next in 2 s"):
+        begun = time.monotonic()
+        code, _, err = rank(environ, *python("raise SystemExit(7)"))
+        assert (code, expected in err) == (7, True)
+    assert time.monotonic() - begun > 2
+    process = begin(environ, *python("raise SystemExit(7)"))
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "backing-off")
+    assert rank(environ, "--health")[1] == "3 failed starts in a row, the next in 4 s\n"
+    process.terminate()
+    assert end(process)[0] == 0
 
 
 def test_the_program_starts_with_default_signal_handling(environ: dict[str, str]) -> None:
@@ -189,7 +248,9 @@ def api() -> Iterator[tuple[str, dict[str, Any]]]:
             self.wfile.write(body)
 
         def do_GET(self) -> None:
-            self.answer(told["health"], b"")
+            told["asked"] = told.get("asked", 0) + 1
+            bodies = {"/v1/models": '{"data": [{"id": "m"}]}', "/metrics": told.get("metrics", "")}
+            self.answer(told["health"], bodies.get(self.path, "").encode())
 
         def do_POST(self) -> None:
             told["body"] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -205,30 +266,52 @@ def api() -> Iterator[tuple[str, dict[str, Any]]]:
     server.server_close()
 
 
-def test_health_follows_the_role(environ: dict[str, str], api: tuple[str, dict[str, Any]]) -> None:
+def test_the_head_is_healthy_once_it_gave_a_token(
+    environ: dict[str, str], api: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
     url, told = api
-    head, worker = {**environ, "EXL3_API": url}, {**environ, "EXL3_RANK": "1"}
-    receipts = Path(environ["EXL3_RUN_DIR"]) / "receipts"
+    head = {**environ, "EXL3_API": url}
     assert rank(head, "--health")[:2] == (1, "the supervisor has not started yet\n")
-
+    told["health"] = 503
     process = begin(head, *python("import time; time.sleep(600)"))
-    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "running")
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "starting")
+    assert rank(head, "--health")[:2] == (1, "starting\n")
+    told["health"] = 200
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "serving")
     assert "no receipt" in rank(head, "--health")[1]
-    (receipts / "rank0.json").write_text('{"rank": 0}')
+    (Path(environ["EXL3_RUN_DIR"]) / "receipts" / "rank0.json").write_text('{"rank": 0}')
     assert rank(head, "--health")[:2] == (0, "healthy\n")
     told["health"] = 503
     assert rank(head, "--health")[0] == 1
-    assert rank(worker, "--health")[0] == 0  # it has no API that could be down
 
     report = json.loads(rank(head, "--report")[1])
-    assert (report["receipts"], report["status"]["generation"]) == ([{"rank": 0}], "g1")
+    assert (report["receipts"], report["generation"], report["incarnation"]) == ([{"rank": 0}], "g1", 1)
+    assert report["post_mortem"] is None
     assert "503" in report["unhealthy"]
 
-    os.kill(status(environ)["pid"], signal.SIGKILL)
-    end(process)
-    code, out, _ = rank(worker, "--health")
+    os.kill(report["pid"], signal.SIGKILL)
+    assert end(process)[0] == 137
+    code, out, _ = rank(head, "--health")
     assert code == 1
     assert "SIGKILL" in out
+    assert json.loads(rank(head, "--report")[1])["post_mortem"]["first"]["process"] == "API server"
+
+
+def test_requests_that_wait_while_nothing_moves_end_the_rank(
+    environ: dict[str, str], api: tuple[str, dict[str, Any]]
+) -> None:
+    url, told = api
+    told["metrics"] = 'vllm:num_requests_running{engine="0"} 1\nvllm:generation_tokens_total{engine="0"} 5\n'
+    begun = time.monotonic()
+    code, _, err = rank({**environ, "EXL3_API": url, "EXL3_STALL_S": "3"}, *python("import time; time.sleep(600)"))
+    assert (code, time.monotonic() - begun < 15) == (7, True)
+    assert "1 request(s) wait, and nothing has moved for 3 s" in err
+
+
+def test_a_start_that_gives_no_token_has_an_end(environ: dict[str, str]) -> None:
+    code, _, err = rank({**environ, "EXL3_START_S": "1"}, *python("import time; time.sleep(600)"))
+    assert code == 7
+    assert "no token within 1 s" in err
 
 
 def test_ask_waits_for_the_api_and_brings_the_key(
@@ -241,7 +324,9 @@ def test_ask_waits_for_the_api_and_brings_the_key(
     process = begin(
         {**environ, "EXL3_API": url, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, "--ask", json.dumps(request)
     )
-    time.sleep(0.7)
+    while not told.get("asked"):
+        time.sleep(0.05)
+    time.sleep(0.5)
     told["health"] = 200
     answer = json.loads(end(process)[1])
     assert (answer["status"], answer["answer"]["choices"][0]["text"]) == (200, "4")
@@ -264,13 +349,20 @@ def test_usage(environ: dict[str, str]) -> None:
 
 def test_what_the_build_found_out_is_laid_where_vllm_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPO / "overlay")
-    from exl3_vllm import rank as module
+    from exl3_vllm.own_cache import use_own_cache
+    from exl3_vllm.rank_settings import Settings
 
     (tmp_path / "built" / "modelinfos").mkdir(parents=True)
     (tmp_path / "built" / "modelinfos" / "a.json").write_text("{}")
     (tmp_path / "built" / "modelinfos" / "a.json").chmod(0o444)
-    monkeypatch.setattr(module, "BUILT_CACHE", tmp_path / "built")
-    module.seed_cache({"VLLM_CACHE_ROOT": str(tmp_path / "cache")})
-    assert os.access(tmp_path / "cache" / "modelinfos" / "a.json", os.W_OK)
-    module.seed_cache({"VLLM_CACHE_ROOT": "/proc/nowhere"})  # it starts later, and starts
-    module.seed_cache({})
+    names = {"EXL3_RANK": "0", "EXL3_GENERATION": "g", "EXL3_SPEC": "f" * 64, "EXL3_API": "x"}
+    settings = Settings.from_environ({**names, "EXL3_MODEL_DIR": "/m", "EXL3_RUN_DIR": "/r"})
+    other = tmp_path / "cache" / "of another spec"
+    other.mkdir(parents=True)
+    got = use_own_cache({"VLLM_CACHE_ROOT": str(tmp_path / "cache")}, settings, tmp_path / "built")
+    own = Path(got["VLLM_CACHE_ROOT"])
+    assert own == tmp_path / "cache" / ("f" * 12)
+    assert os.access(own / "modelinfos" / "a.json", os.W_OK)
+    assert not other.exists()
+    use_own_cache({"VLLM_CACHE_ROOT": "/proc/nowhere"}, settings, tmp_path / "built")  # it starts later, and starts
+    assert use_own_cache({}, settings, tmp_path / "built") == {}
