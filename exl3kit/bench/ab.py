@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from exl3kit.bench import campaign, comparison, differences, engagement, plans, summaries, targets
+from exl3kit.bench import campaign, comparison, differences, engagement, plans, statistics, summaries, targets
 from exl3kit.bench.comparison import Boot, Comparison
 from exl3kit.errors import ExitCode, KitError
 
@@ -37,7 +37,7 @@ class Question:
     boots: int = 3
     least: int = plans.LEAST
     max_cv: float = 0.15
-    level: float = 0.05
+    level: float = statistics.LEVEL
     named: Sequence[str] = ()
     tiers: Mapping[str, str] = field(default_factory=dict)
 

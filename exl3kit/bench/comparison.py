@@ -59,7 +59,7 @@ class Comparison:
         return {**asdict(self), "valid": self.verdict != INVALID}
 
 
-def compare(boots: Sequence[Boot], faults: Sequence[str] = (), *, level: float = 0.05) -> Comparison:
+def compare(boots: Sequence[Boot], faults: Sequence[str] = (), *, level: float = statistics.LEVEL) -> Comparison:
     """The verdict on a campaign whose observations and environments gave `faults`.
 
     An effect is claimed when the confidence interval over boots excludes none, every boot of B is beyond every boot of

@@ -94,6 +94,7 @@ def ab(
     rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
     count: bench_args.Count = bench_args.LEAST,
     boots: Annotated[int, typer.Option("--boots", help="How many; they alternate and begin and end with A.")] = 5,
+    level: Annotated[float, typer.Option("--level", min=1e-6, max=0.5, help="Probability of a false claim.")] = 0.02,
     max_cv: bench_args.MaxCv = 0.15,
     quick: bench_args.Quick = False,
     out: bench_args.Out = None,
@@ -122,7 +123,7 @@ def ab(
             progress.tell(f"the arms differ in {line}")
         question = campaign.Question(
             rungs=bench_args.numbers(rungs, "--rungs"), count=count, boots=boots,
-            least=bench_args.least(quick), max_cv=max_cv, named=list(named),
+            least=bench_args.least(quick), max_cv=max_cv, level=level, named=list(named),
             tiers={arm: loaded.exl3.tier for arm, loaded in by_arm.items()},
         )  # fmt: skip
         told = {name: targets.recorded(by_arm[arm]) for name, arm in (("a", "A"), ("b", "B"))}

@@ -12,8 +12,8 @@ from exl3kit.bench import ab, records
 from exl3kit.bench.ab import Question
 from exl3kit.bench.comparison import EFFECT, INVALID
 
-QUESTION = Question(rungs=(200,), count=5, boots=7, max_cv=1.0)
-PACE = {"rate": 1000.0, "boot_spread": 0.01}  # 0.2 s a prompt: what a busy machine adds is small against it
+QUESTION = Question(rungs=(300,), count=9, boots=7, max_cv=1.0)
+PACE = {"rate": 1000.0, "boot_spread": 0.01}  # 0.3 s a prompt: what a busy machine adds is small against it
 DELAYED = {**PACE, "delay": 1.1}
 CAMPAIGNS = 20
 

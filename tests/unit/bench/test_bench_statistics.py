@@ -84,8 +84,9 @@ def test_false_claims_stay_within_the_level_however_many_observations_a_boot_has
     # given boots that differ by 3% though nothing was changed, as boots do
     draw = random.Random(order)
     claims = sum(compare(boots(draw, order, 1.0, 0.03)).verdict == EFFECT for _ in range(1000))
-    # then a claim is rare: 5% of 1,000, give or take three standard deviations
-    assert claims <= 50 + 3 * math.sqrt(50 * 0.95)
+    # then a claim is rare: the stated level of 1,000, give or take three standard deviations
+    expected = 1000 * statistics.LEVEL
+    assert claims <= expected + 3 * math.sqrt(expected)
 
 
 def test_five_boots_find_ten_percent_where_boots_differ_by_one() -> None:
