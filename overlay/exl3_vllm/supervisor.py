@@ -241,16 +241,10 @@ class Supervisor:
         elif not self.is_serving() and self.served_since is None and now - vllm.started > self.limits.start_s:
             self.end("start", "API server" if self.head else "launcher", self.late(now - vllm.started), now)
         elif self.progress is not None and self.progress.stalled_s(now) > self.limits.stall_s:
-            self.end("stall", "engine", self.stalled(self.progress, now), now)
+            self.end("stall", "engine", self.progress.why(now) + " (EXL3_STALL_S)", now)
 
     def late(self, seconds: float) -> str:
         return f"no token within {seconds:.0f} s after the start (EXL3_START_S)"
-
-    def stalled(self, progress: watch.Progress, now: float) -> str:
-        requests = (progress.sample.get("running") or 0) + (progress.sample.get("waiting") or 0)
-        return (
-            f"{requests:.0f} request(s) wait, and nothing has moved for {progress.stalled_s(now):.0f} s (EXL3_STALL_S)"
-        )
 
     def end_of_a_process(self, vllm: VllmProcess, now: float) -> None:
         """vLLM's main process or one that it cannot do without has ended by itself."""

@@ -252,6 +252,13 @@ class Progress:
     def stalled_s(self, now: float) -> float:
         return now - self.since
 
+    def why(self, now: float) -> str:
+        """What a stall is, in a sentence."""
+        requests = (self.sample.get("running") or 0) + (self.sample.get("waiting") or 0)
+        if not requests:
+            return f"the API's counters cannot be read, and have not changed for {self.stalled_s(now):.0f} s"
+        return f"{requests:.0f} request(s) wait, and nothing has moved for {self.stalled_s(now):.0f} s"
+
     def report(self, now: float) -> dict[str, Any]:
         told: dict[str, Any] = {key: self.sample.get(key) for key in COUNTERS if key != "finished"}
         return {"last_progress_s": round(self.stalled_s(now), 1), **told}

@@ -16,6 +16,7 @@ from rig_lib import cgroups
 
 from faults_lib.faults import ENDED, FAULTS, RIDDEN_OUT, Fault
 from faults_lib.gang_on_rig import GangOnRig
+from faults_lib.soak import soak
 
 RECOVER_S = 300.0
 
@@ -42,6 +43,8 @@ def main(documentation: str) -> int:
     parser.add_argument("--only", default="", help="faults whose names contain one of these words, separated by commas")
     parser.add_argument("--json", type=Path, help="file that the runs are added to")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new run after so many")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="no fault: many clients for so long, 0 errors")
+    parser.add_argument("--clients", type=int, default=64, help="of --soak (default: %(default)s)")
     options = parser.parse_args()
     words = [word for word in options.only.split(",") if word]
     chosen = [
@@ -54,6 +57,10 @@ def main(documentation: str) -> int:
     except RuntimeError as error:
         print(f"faults: {error}", file=sys.stderr)
         return 3
+    if options.soak:
+        told = soak(gang, options.clients, options.soak)
+        print(json.dumps(told, indent=1))
+        return 0 if told["held"] else 1
     outcomes: list[Outcome] = []
     until = time.monotonic() + options.minutes * 60
     try:
