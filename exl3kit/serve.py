@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from exl3kit import (
     doctor,
     facts,
     image,
+    image_store,
     lock,
     node_files,
     ports,
@@ -78,6 +79,7 @@ class Ground:
     nodes: list[Node]
     facts: Mapping[str, NodeFacts]
     placement: list[str]
+    build: bool = True  # whether an image that is not on every node may be built and copied
 
     def plan(self, generation: str) -> Deployment:
         """The deployment on this ground."""
@@ -94,17 +96,18 @@ def new_generation() -> str:
     return time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
 
 
-def survey(recipe: Recipe, nodes: Sequence[Node]) -> Ground:
+def survey(recipe: Recipe, nodes: Sequence[Node], *, stamp: str | None = None, build: bool = True) -> Ground:
     """Look at everything that a deployment depends on, without changing anything.
 
-    Raises `KitError` for weights that are not whole, nodes that do not fit the recipe, or pins that are unknown.
+    `stamp` names an earlier image to serve with. Raises `KitError` for weights that are not whole, nodes that do not
+    fit the recipe, pins that are unknown, or a stamp that no node has.
     """
-    locked = lock.make_lock(recipe)
+    locked = image_store.recall(nodes, stamp)[2] if stamp else lock.make_lock(recipe)
     asked = facts.gather(nodes)
     weights = weight_files.survey(recipe, nodes, asked, locked.tag)
     placement = plans.place(recipe, [asked[node.name] for node in nodes])
     used = [node for node in nodes if node.name in placement]
-    return Ground(recipe, locked, weights, used, asked, placement)
+    return Ground(recipe, locked, weights, used, asked, placement, build)
 
 
 def up(
@@ -115,6 +118,8 @@ def up(
     ready_s: float = READY_SECONDS,
     break_lock: bool = False,
     force: bool = False,
+    stamp: str | None = None,
+    build: bool = True,
 ) -> Serving:
     """Bring a recipe up; nothing happens when exactly this already serves.
 
@@ -124,12 +129,12 @@ def up(
     Raises `KitError`: preflight (another operator at work among it), build, verification, or serving.
     """
     with deploy_lock.hold(nodes, f"up {recipe.name}", break_lock=break_lock) as locks:
-        ground, standing = look(recipe, nodes, progress, locks)
+        ground, standing = look(recipe, nodes, progress, locks, stamp=stamp, build=build)
         deployment = ground.plan(new_generation())
         if is_serving(standing, deployment):
             try:
-                with progress.stage("ask what already serves"):
-                    return proven(standing, ground, deployment, asking.ANSWER_SECONDS, started=False)
+                progress.tell("exactly this stands there already: it is asked, and nothing is started")
+                return proven(standing, ground, deployment, progress, asking.ANSWER_SECONDS, started=False)
             except KitError as silent:
                 progress.tell(f"what stands there does not serve and is started anew: {silent.what}")
         elif standing:
@@ -145,13 +150,15 @@ def restart(
     ready_s: float = READY_SECONDS,
     break_lock: bool = False,
     force: bool = False,
+    stamp: str | None = None,
+    build: bool = True,
 ) -> Serving:
     """Replace what stands of a recipe as a gang, also when it is the same; nothing is stopped unless all can start.
 
     Raises `KitError` as `up` does, and preflight when nothing of the recipe stands.
     """
     with deploy_lock.hold(nodes, f"restart {recipe.name}", break_lock=break_lock) as locks:
-        ground, standing = look(recipe, nodes, progress, locks)
+        ground, standing = look(recipe, nodes, progress, locks, stamp=stamp, build=build)
         if not standing:
             raise KitError(
                 f"no rank of {recipe.name} is there to restart",
@@ -162,12 +169,14 @@ def restart(
         return replace(ground, ground.plan(new_generation()), progress, locks, ready_s=ready_s, force=force)
 
 
-def look(recipe: Recipe, nodes: Sequence[Node], progress: Progress, locks: Locks) -> tuple[Ground, list[Standing]]:
+def look(
+    recipe: Recipe, nodes: Sequence[Node], progress: Progress, locks: Locks, *, stamp: str | None, build: bool
+) -> tuple[Ground, list[Standing]]:
     """The ground of a recipe and what stands of it there."""
     for sentence in locks.broken:
         progress.tell(sentence)
     with progress.stage("look at nodes and weights"):
-        ground = survey(recipe, nodes)
+        ground = survey(recipe, nodes, stamp=stamp, build=build)
         standing = containers.find(ground.nodes, recipe.name)
     for sentence in strays(standing, [node.name for node in ground.nodes]):
         progress.tell(sentence)
@@ -193,9 +202,7 @@ def replace(
     with removed_on_failure(ground.nodes, deployment):
         with progress.stage("start the ranks"):
             standing = start(ground, deployment, key)
-        with progress.stage("first answer") as stage:
-            serving = proven(standing, ground, deployment, ready_s, started=True, say=stage.say)
-            stage.conclude(f"API up after {serving.answer.waited:.1f} s")
+        serving = proven(standing, ground, deployment, progress, ready_s, started=True)
         locks.check()
     return serving
 
@@ -213,17 +220,21 @@ def proven(
     standing: list[Standing],
     ground: Ground,
     deployment: Deployment,
+    progress: Progress,
     deadline_s: float,
     *,
     started: bool,
-    say: Callable[[str], None] | None = None,
 ) -> Serving:
     """What stands, after a real completion, receipts that add up, and the network that the recipe asks for."""
-    answer = proving.prove(standing, ground.recipe, deadline_s=deadline_s, say=say)
-    counted = proven_receipts(standing, ground)
-    ways = transport.look(standing)
-    if ground.recipe.fabric.require == "rdma":
-        transport.require_rdma(standing, ways)
+    with progress.stage("first answer") as stage:
+        answer = proving.prove(standing, ground.recipe, deadline_s=deadline_s, say=stage.say)
+        stage.conclude(f"API up after {answer.waited:.1f} s" if started else "nothing was started")
+    with progress.stage("receipts") as stage:
+        counted = proven_receipts(standing, ground)
+        ways = transport.look(standing)
+        if ground.recipe.fabric.require == "rdma":
+            transport.require_rdma(standing, ways)
+        stage.conclude("; ".join(f"rank {one.rank} {way.says}" for one, way in zip(standing, ways, strict=True)))
     counted = receipts.with_transports(counted, standing, ways)
     return Serving(deployment, standing, answer, counted, started=started)
 
@@ -235,6 +246,8 @@ def preflight(ground: Ground, deployment: Deployment, *, force: bool = False) ->
 
     Raises `KitError` (preflight).
     """
+    if not ground.build:
+        image_store.require_everywhere(ground.nodes, ground.lock, ground.recipe.name)
     containers.require_own_names(ground.nodes, deployment)
     ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
     if deployment.gang_port is not None and not deployment.bridge:

@@ -53,12 +53,12 @@ def address(text: str) -> tuple[str, int]:
 
 
 def connections(table: str, own: set[str], names: dict[str, str]) -> Iterator[tuple[str, int, str]]:
-    """Interface, local port and remote address of our established connections that leave the loopback."""
+    """Interface, local port and remote address of our established connections that leave the machine."""
     for line in table.splitlines()[1:]:
         words = line.split()
         if len(words) > 9 and words[3] == ESTABLISHED and words[9] in own:
             (here, port), (there, _) = address(words[1]), address(words[2])
-            if not here.startswith("127."):
+            if not here.startswith("127.") and there not in names:
                 yield names.get(here, here), port, there
 
 

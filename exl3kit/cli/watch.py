@@ -104,8 +104,10 @@ def watch_status(name: str | None, nodes: str) -> None:
 
 def show(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> None:
     console = output.console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
     for part in page(told, missing, recipe, nodes):
-        console.print(part, width=None if console.is_terminal else PLAIN_WIDTH)
+        console.print(part)
 
 
 def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> list[RenderableType]:
