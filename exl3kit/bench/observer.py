@@ -193,6 +193,18 @@ def observe(server: Server, model: str, text: str, step: Mapping[str, Any], prom
     return seen
 
 
+def profiled(server: Server, model: str, job: Mapping[str, Any], prompts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a job, once to warm up and once under the server's profiler."""
+    for step in job["steps"]:
+        observe(server, model, job["text"], {**step, "salt": step["salt"] + "w"}, prompts)
+    server.get("/start_profile", {})
+    try:
+        seen = [observe(server, model, job["text"], step, prompts) for step in job["steps"]]
+    finally:
+        server.get("/stop_profile", {})
+    yield from seen
+
+
 def at_once(server: Server, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Send every body at the same moment; their streams in the order of the bodies."""
     begun = time.monotonic()
@@ -402,6 +414,8 @@ def main(arguments: Sequence[str]) -> int:
             results: Iterator[dict[str, Any]] = iter([facts(server)])
         elif job["do"] == "score":
             results = score(server, job["model"], job)
+        elif job["do"] == "profile":
+            results = profiled(server, job["model"], job, prompts)
         else:
             results = (observe(server, job["model"], job["text"], step, prompts) for step in job["steps"])
         for result in results:

@@ -46,7 +46,7 @@ class Effect:
 
 LEVEL = 0.02
 """Probability of a false claim. Not the customary 5%: boots in turn are not quite independent (what else runs on a
-machine stays for a while), and on a machine at eight times its load 5 of 40 campaigns without an effect claimed one."""
+machine stays for a while), and on a crowded machine 5 of 40 campaigns without an effect claimed one."""
 
 
 def effect(a: Sequence[float], b: Sequence[float], *, level: float = LEVEL) -> Effect:

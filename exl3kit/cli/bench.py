@@ -23,7 +23,7 @@ app = typer.Typer(help="Measure what is served, and refuse figures that mean not
 
 
 app.command("kernels")(bench_kernels.kernels)
-for verb in (bench_load.load, bench_load.mnbt):
+for verb in (bench_load.load, bench_load.mnbt, bench_load.profile):
     app.command(verb.__name__)(verb)
 
 

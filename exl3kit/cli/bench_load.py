@@ -128,3 +128,39 @@ def show_settings(found: Sequence[Setting], console: Console) -> None:
         beside = f"{one.beside * 1e3:,.1f} ms" if one.beside is not None else "-"
         table.add_row(f"{one.value:,}", f"{one.rate:,.0f}", f"{one.short * 1e3:,.1f} ms", beside, f"{one.pool or 0:,}")
     console.print(table, markup=False)
+
+
+def profile(
+    recipe: args.RecipeArg,
+    nodes: bench_args.Nodes = "local",
+    sets: args.SetOption = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the prefill that is profiled.")] = 8192,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Where the GPU's time goes, by part of the model, and what each part would give if it cost nothing."""
+    from dataclasses import asdict
+
+    from exl3kit import recipes
+    from exl3kit.bench import ab
+    from exl3kit.bench import profile as profiles
+    from exl3kit.nodes import open_nodes
+    from exl3kit.progress import Progress
+
+    loaded = recipes.load(recipe, sets or ())
+    profiles.refuse_without_gpu(loaded)
+    console = output.console(as_json=as_json)
+    progress = Progress(console)
+    found: dict[str, list[dict[str, Any]]] = {}
+    with stoppable(), open_nodes(nodes) as opened:
+        for name in ("prefill", "decode"):  # a boot each: the traces of one run stay apart from the other's
+            with ab.booted(profiles.profiling(loaded), opened, progress) as target:
+                steps = profiles.steps(target.max_model_len, tokens)[name]
+                found[name] = [asdict(share) for share in profiles.shares(*profiles.profiled(target, steps))]
+    if as_json:
+        output.emit({"profile": found})
+        return
+    for name, shares in found.items():
+        console.print(f"{name}:")
+        for one in shares:
+            ceiling = f"{one['ceiling']:,.0f} tokens/s if it cost nothing"
+            console.print(f"  {one['share']:6.1%}  {one['part']}, {one['seconds'] * 1e3:,.2f} ms, {ceiling}")
