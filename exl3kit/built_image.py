@@ -16,9 +16,12 @@ LOCK = "io.exl3kit.lock"
 ENVIRONMENT = "io.exl3kit.environment"  # of every image that has the wheels, Python among them
 
 
+PREVIOUS = ".previous"  # ends the tag of what a recipe's moving tag led to before
+
+
 @dataclass(frozen=True)
 class BuiltImage:
-    """An image that is there: its fixed tag, stamp (64 hex), root-fs layers and size in bytes.
+    """An image that is there: its fixed tag, stamp (64 hex), root-fs layers, size in bytes and platform.
 
     Two engines hold the same image when `stamp` and `layers` agree; `.Id` differs from store to store.
     """
@@ -27,6 +30,7 @@ class BuiltImage:
     stamp: str
     layers: tuple[str, ...]
     size: int
+    platform: str = "linux/amd64"
 
     def same_content(self, other: BuiltImage) -> bool:
         """Whether the two are one image, whatever the engines call it."""
@@ -45,4 +49,5 @@ def find(node: Node, stamp: str) -> BuiltImage | None:
 def described(image: Image, tag: str) -> BuiltImage:
     """What the engine says about an image."""
     layers = tuple(image.attrs["RootFS"].get("Layers") or ())
-    return BuiltImage(tag, image.labels.get(STAMP, ""), layers, int(image.attrs["Size"]))
+    platform = f"{image.attrs.get('Os', 'linux')}/{image.attrs.get('Architecture', 'amd64')}"
+    return BuiltImage(tag, image.labels.get(STAMP, ""), layers, int(image.attrs["Size"]), platform)

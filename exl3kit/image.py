@@ -15,9 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import builders, context, kernel_image, paths, pins, rootfs, side_by_side, symbols, transfer, wheels
+from exl3kit import (
+    builders,
+    context,
+    kernel_image,
+    offline,
+    paths,
+    pins,
+    rootfs,
+    side_by_side,
+    symbols,
+    transfer,
+    wheels,
+)
 from exl3kit import lock as locks
-from exl3kit.built_image import ENVIRONMENT, LOCK, REPOSITORY, STAMP, BuiltImage, described, find
+from exl3kit.built_image import ENVIRONMENT, LOCK, PREVIOUS, REPOSITORY, STAMP, BuiltImage, described, find
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -34,23 +46,39 @@ ROOM_PER_WHEEL_BYTE = 12
 ROOM_FOR_THE_REST = 500_000_000
 
 
-def ensure(recipe: Recipe, lock: Lock, nodes: Sequence[Node], *, progress: Progress, cache: bool = True) -> BuiltImage:
+def ensure(
+    recipe: Recipe,
+    lock: Lock,
+    nodes: Sequence[Node],
+    *,
+    progress: Progress,
+    cache: bool = True,
+    builder: str | None = None,
+) -> BuiltImage:
     """The recipe's image, the same on every node: built on the first unless some node has it, then copied.
 
     Two builds of one stamp may differ in the times of their files, so a node whose layers differ gets a copy too.
-    Raises `KitError` as `build` and `transfer.spread` do.
+    `builder` names another node than the first to build on. Raises `KitError` as `build` and `transfer.spread` do.
     """
     there = side_by_side.run(*(partial(find, node, lock.stamp) for node in nodes))
-    source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), nodes[0])
+    first = next((node for node in nodes if node.name == builder), nodes[0])
+    source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), first)
     built = build(recipe, lock, source, progress=progress, cache=cache)
-    lacking = [node for node in nodes if (image := find(node, lock.stamp)) is None or not image.same_content(built)]
+    spread(built, recipe.name, source, nodes, progress=progress)
+    return built
+
+
+def spread(built: BuiltImage, name: str, source: Node, nodes: Sequence[Node], *, progress: Progress) -> None:
+    """Bring an image of one node to all of them, and only then let the moving tag of the recipe `name` lead to it."""
+    there = side_by_side.run(*(partial(find, node, built.stamp) for node in nodes))
+    pairs = zip(nodes, there, strict=True)
+    lacking = [node for node, image in pairs if image is None or not image.same_content(built)]
     for node in lacking:
-        check_platform(node, lock.data["platform"])
+        check_platform(node, built.platform)
     if lacking:
         transfer.spread(source, lacking, built, progress=progress)
     for node in nodes:
-        _move_tag(node, built, recipe.name)
-    return built
+        _move_tag(node, built, name)
 
 
 def changes(node: Node, recipe: Recipe, lock: Lock) -> list[str] | None:
@@ -69,12 +97,11 @@ def changes(node: Node, recipe: Recipe, lock: Lock) -> list[str] | None:
 def build(recipe: Recipe, lock: Lock, node: Node, *, progress: Progress, cache: bool = True) -> BuiltImage:
     """The recipe's image on the node: what is there already is kept, the rest is built.
 
-    The moving tag `exl3kit:<recipe name>` follows only after the image passed its checks. Raises `KitError`: preflight
-    when it cannot be built there, build when a step fails, verification when the result is not what was locked.
+    Raises `KitError`: preflight when it cannot be built there, build when a step fails, verification when the result
+    is not what was locked.
     """
     if cache and (there := find(node, lock.stamp)):
         progress.skip("image", f"{there.tag} is there already on {node.name}")
-        _move_tag(node, there, recipe.name)
         return there
     pinned = pins.load(recipe.image).with_digest_of(recipe.image)
     check_platform(node, pinned.platform)
@@ -88,7 +115,6 @@ def build(recipe: Recipe, lock: Lock, node: Node, *, progress: Progress, cache: 
         builders.build(_image_request(lock, environment, kernels, cache), node, stage, progress)
         built = verify(node, lock)
         stage.conclude(f"{built.tag}, {built.size / 1e9:.2f} GB")
-    _move_tag(node, built, recipe.name)
     return built
 
 
@@ -121,9 +147,14 @@ def verify(node: Node, lock: Lock) -> BuiltImage:
 
 
 def _move_tag(node: Node, built: BuiltImage, name: str) -> None:
+    """Let `exl3kit:NAME` lead to the image, and `exl3kit:NAME.previous` to the one that it led to before."""
     image = node.engine.images.get(built.tag)
-    if f"exl3kit:{name}" not in image.tags:
-        image.tag(REPOSITORY, name)
+    if f"{REPOSITORY}:{name}" in image.tags:
+        return
+    before = node.engine.images.list(name=f"{REPOSITORY}:{name}")
+    if before:
+        before[0].tag(REPOSITORY, f"{name}{PREVIOUS}")
+    image.tag(REPOSITORY, name)
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -270,6 +301,7 @@ def _is_there(node: Node, tag: str) -> bool:
 def _pull(base: pins.Registry, platform: str, node: Node, tag: str, progress: Progress) -> None:
     from docker.errors import APIError
 
+    offline.refuse([f"the base image {base.reference}"])
     repository = base.reference.rpartition(":")[0] if ":" in base.reference.rpartition("/")[2] else base.reference
     with progress.stage("base") as stage, node.patient_engine(3600) as engine:
         stage.say(f"pulling {repository}@{base.digest}")

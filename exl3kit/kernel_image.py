@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import builders, context, kernel_builder, paths, rootfs, symbols
+from exl3kit import builders, context, kernel_builder, offline, paths, rootfs, symbols, wheels
 from exl3kit.errors import ExitCode
 from exl3kit.pins import Rootfs, Wheel
 
@@ -88,6 +88,8 @@ def _inline(entry: context.Entry) -> bytes:
 
 def fetch(stage: Stage, progress: Progress) -> Path:
     """Have the compiler's wheels in the wheelhouse; gives its folder. Raises `KitError` (build)."""
+    house = paths.wheelhouse()
+    offline.refuse([f"the wheel {wheel.requirement}" for wheel in stage.wheels if not wheels.intact(house, wheel)])
     with progress.stage("compiler") as told:
         words = ["wheels", "--lock", str(symbols.LOCK), "--into", str(paths.wheelhouse())]
         words += ["--machine", MACHINES[stage.platform], "--host", MACHINES[stage.host]]

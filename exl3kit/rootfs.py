@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exl3kit import paths, pins, side_by_side
+from exl3kit import offline, paths, pins, side_by_side
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -47,13 +47,19 @@ def key(base: pins.Rootfs, platform: str) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+def place(base: pins.Rootfs, platform: str) -> Path:
+    """Where its tar lies in the cache, once it is made."""
+    return paths.cache_dir("rootfs") / f"{key(base, platform)[:16]}.tar"
+
+
 def make(base: pins.Rootfs, platform: str, stage: Stage | None = None) -> Path:
     """The root file system as a tar, from the cache or made now (20 to 60 s).
 
     Raises `KitError`: preflight when mmdebstrap is missing, build when a pinned version has vanished from the mirrors.
     """
-    tar = paths.cache_dir("rootfs") / f"{key(base, platform)[:16]}.tar"
+    tar = place(base, platform)
     if not tar.exists():
+        offline.refuse([f"the root file system of {base.suite} with {len(base.packages)} packages"])
         _need_mmdebstrap()
         with tempfile.TemporaryDirectory(prefix=".rootfs-", dir=tar.parent) as folder:
             made = Path(folder) / "rootfs.tar"

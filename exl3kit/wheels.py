@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import paths, side_by_side
+from exl3kit import offline, paths, side_by_side
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.pins import Pins, Wheel
 
@@ -41,6 +41,7 @@ def fetch(pins: Pins, stage: Stage | None = None) -> Path:
             _count(stage, house, wheel)
         else:
             missing.append(wheel)
+    offline.refuse([f"the wheel {wheel.requirement}" for wheel in missing])
     if missing:
         _download(pins, missing, house, stage)
     return house

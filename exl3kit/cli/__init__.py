@@ -17,6 +17,7 @@ from exl3kit.cli import (
     demo,
     doctor,
     export,
+    image,
     lock,
     models,
     output,
@@ -39,8 +40,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("build")(build.build)
+app.command("fetch")(build.fetch)
 app.command("lock")(lock.lock)
 app.command("doctor")(doctor.doctor)
+app.add_typer(image.app, name="image")
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(verify.app, name="verify")
 app.add_typer(overlay.app, name="overlay")
@@ -50,7 +53,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(export.app, name="export")
 VERBS: tuple[Callable[..., None], ...] = (
     *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
-    *(receipts.receipts, demo.demo),
+    *(receipts.receipts, demo.demo, image.rollback),
 )
 for verb in VERBS:
     app.command(verb.__name__)(verb)

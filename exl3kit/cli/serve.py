@@ -28,6 +28,13 @@ BreakLock = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Start though the memory does not suffice; the machine may lock up.")
 ]
+Stamp = Annotated[
+    str | None,
+    typer.Option("--stamp", metavar="OLD", help="Serve with an earlier image: `kit image status` shows them."),
+]
+NoBuild = Annotated[
+    bool, typer.Option("--no-build", help="Refuse unless every node has the image; build and copy nothing.")
+]
 
 
 @contextmanager
@@ -51,12 +58,14 @@ def up(
     ready: Ready = 1800.0,
     break_lock: BreakLock = False,
     force: Force = False,
+    stamp: Stamp = None,
+    no_build: NoBuild = False,
     as_json: args.JsonOption = False,
 ) -> None:
     """Serve a recipe: image and weights to the nodes, ranks started, a real completion and every receipt checked."""
     from exl3kit import serve
 
-    bring_up(serve.up, recipe, nodes, sets, ready, break_lock, force, as_json)
+    bring_up(serve.up, recipe, nodes, sets, ready, break_lock, force, as_json, stamp, not no_build)
 
 
 def restart(
@@ -66,12 +75,14 @@ def restart(
     ready: Ready = 1800.0,
     break_lock: BreakLock = False,
     force: Force = False,
+    stamp: Stamp = None,
+    no_build: NoBuild = False,
     as_json: args.JsonOption = False,
 ) -> None:
     """Replace what serves as a gang: everything that may refuse first, then stopped, then as `up`."""
     from exl3kit import serve
 
-    bring_up(serve.restart, recipe, nodes, sets, ready, break_lock, force, as_json)
+    bring_up(serve.restart, recipe, nodes, sets, ready, break_lock, force, as_json, stamp, not no_build)
 
 
 def bring_up(
@@ -83,6 +94,8 @@ def bring_up(
     break_lock: bool,
     force: bool,
     as_json: bool,
+    stamp: str | None,
+    build: bool,
 ) -> None:
     """Bring a recipe up in a `way` of `exl3kit.serve` and print what serves."""
     from exl3kit import recipes
@@ -93,7 +106,9 @@ def bring_up(
     progress = Progress(console)
     loaded = recipes.load(recipe, sets or ())
     with stoppable(), open_nodes(nodes) as opened:
-        serving = way(loaded, opened, progress, ready_s=ready, break_lock=break_lock, force=force)
+        serving = way(
+            loaded, opened, progress, ready_s=ready, break_lock=break_lock, force=force, stamp=stamp, build=build
+        )
     progress.summary()
     if as_json:
         output.emit({**as_fields(serving), "seconds": progress.seconds, "wall_clock": round(progress.total_seconds, 2)})
