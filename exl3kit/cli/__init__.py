@@ -14,6 +14,7 @@ import typer
 from exl3kit.cli import (
     bench,
     build,
+    bundle,
     demo,
     doctor,
     export,
@@ -43,6 +44,7 @@ app.command("build")(build.build)
 app.command("fetch")(build.fetch)
 app.command("lock")(lock.lock)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bundle.app, name="bundle")
 app.add_typer(image.app, name="image")
 app.add_typer(recipe.app, name="recipe")
 app.add_typer(verify.app, name="verify")
