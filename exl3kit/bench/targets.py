@@ -121,7 +121,9 @@ def described(target: Target) -> dict[str, Any]:
 
 def recorded(recipe: Recipe) -> dict[str, Any]:
     """A recipe as receipts hold it, with the whole lock of its image."""
-    from exl3kit import lock
+    from exl3kit import lock, paths
 
-    locked = lock.make_lock(recipe)
-    return {"recipe": recipe.model_dump(mode="json"), "stamp": locked.stamp, "lock": locked.data}
+    locked, told = lock.make_lock(recipe), recipe.model_dump(mode="json")
+    if recipe.model.path is not None:  # where a checkout lies is nobody's business, and differs between machines
+        told["model"]["path"] = paths.shown(recipe.model.path)
+    return {"recipe": told, "stamp": locked.stamp, "lock": locked.data}

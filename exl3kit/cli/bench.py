@@ -203,6 +203,27 @@ def report(
         console.print(str(path), markup=False)
 
 
+@app.command("figures")
+def figures(
+    write: Annotated[bool, typer.Option("--write/--check", help="Draw them anew, or only say what differs.")] = False,
+    as_json: args.JsonOption = False,
+) -> None:
+    """Hold the figures of README and docs against their receipts; exit code 8 when one differs."""
+    from exl3kit.bench import figures as blocks
+
+    files = blocks.documents()
+    changed = blocks.write(files) if write else []
+    found = list(blocks.stale(files))
+    if as_json:
+        told = [{"file": str(one.file), "line": one.line, "receipts": one.folder} for one in found]
+        output.emit({"stale": told, "written": [str(path) for path in changed]})
+    else:
+        for path in changed:
+            output.console().print(f"written: {path}", markup=False)
+    if error := blocks.refusal(found):
+        raise typer.Exit(output.refuse(error, as_json=False))
+
+
 def show_comparison(found: Comparison, console: Console) -> None:
     """One line per rung, the one claim, and what is wrong."""
     from rich.table import Table
