@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -73,8 +74,14 @@ class Node:
             return False
 
     def free_bytes(self) -> int:
-        """Free bytes on the disk that holds the engine's data; raises `KitError` when the node cannot tell."""
+        """Free bytes on the disk that holds the engine's data; raises `KitError` when the node cannot tell.
+
+        A local engine whose folder is not on this machine runs in a virtual machine (Docker Desktop): then nothing is
+        known, and as much as can be is assumed.
+        """
         folder = str(self.engine.info()["DockerRootDir"])
+        if self.is_local and not Path(folder).exists():
+            return sys.maxsize
         done = self.run(["df", "-P", "-B1", folder])
         try:
             return int(done.stdout.splitlines()[1].split()[3])
