@@ -145,6 +145,7 @@ def host_config(rest: dict[str, Any], ports: Iterable[str], version: str) -> Hos
         version,
         network_mode=rest.pop("network_mode"),
         port_bindings=bindings or None,
+        init=rest.pop("init"),
         read_only=rest.pop("read_only"),
         cap_drop=rest.pop("cap_drop"),
         cap_add=rest.pop("cap_add", None),
@@ -347,14 +348,14 @@ def take_down(
 ) -> list[str]:
     """Stop and remove a deployment's containers and networks on every node, and `volumes` when told; gives their names.
 
-    The head is stopped first: it answers what it has while its ranks still compute. A node that fails does not keep the
-    others from being cleared.
+    All ranks are told at once: the others compute until the head has answered what it has (`exl3_vllm.supervisor`). One
+    that is told alone would end its gang, and the rest would start anew. A node that fails does not keep the others from
+    being cleared.
 
     Raises `KitError`: unreachable for a node that does not answer, serving when something is still there afterwards.
     """
     nodes = {node.engine_url: node for node in nodes}.values()  # `local,local` is one engine
     with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
-        wait([pool.submit(stop_head, node, deployment, generation, grace) for node in nodes])
         clearings = [pool.submit(clear, node, deployment, generation, grace) for node in nodes]
         if volumes:
             wait(clearings)
@@ -363,13 +364,6 @@ def take_down(
     if failures:
         raise failures[0]
     return sorted({name for clearing in clearings for name in clearing.result()})
-
-
-def stop_head(node: Node, deployment: str, generation: str | None, grace: int) -> None:
-    """Stop (not remove) rank 0 where it runs; what fails here fails again when the node is cleared."""
-    for one in find([node], deployment, generation):
-        if one.rank == 0 and one.state == "running":
-            one.container.stop(timeout=grace)
 
 
 def clear(node: Node, deployment: str, generation: str | None, grace: int) -> list[str]:

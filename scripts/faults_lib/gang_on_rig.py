@@ -31,6 +31,7 @@ RECIPE, NODES = "demo-tp2", "node1,node2"
 SMALL = Path(__file__).with_name("small_engine.py")
 STALL_S = 8
 PORT = 8000
+OWN = "python3 -m exl3_vllm.rank -- "  # of guard and supervisor
 SERVING_S = 300.0
 SETTINGS = (f"serve.stall_s={STALL_S}",)
 
@@ -67,6 +68,7 @@ class GangOnRig:
         if found is None:
             raise RuntimeError("no rig is up: `scripts/rig up`")
         self.options = found
+        os.environ["EXL3KIT_SSH_CONFIG"] = str(self.state.ssh_config)
         self.hung: subprocess.Popen[str] | None = None  # a request that a fault keeps from its end
         self.nodes: dict[str, Node] = {one.name: one for one in self.options.node_list()}
 
@@ -103,16 +105,13 @@ class GangOnRig:
 
     def kit(self, *argv: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "exl3kit.cli", *argv]
-        return subprocess.run(command, cwd=REPO, env=self.env(), capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=timeout)
 
     def kit_process(self, *argv: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "exl3kit.cli", *argv]
         return subprocess.Popen(
-            command, cwd=REPO, env=self.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-
-    def env(self) -> dict[str, str]:
-        return {**os.environ, **rig.environment(self.state)}
 
     def inside(self, name: str, *argv: str, stdin: str | None = None, check: bool = True) -> str:
         """Run a command in a host, as root."""
@@ -145,7 +144,7 @@ class GangOnRig:
 
     def first(self, rank: int) -> Seen | None:
         """The guard."""
-        return next((one for one in self.seen(rank) if one.inside == 1 and "exl3_vllm.rank --" in one.command), None)
+        return next((one for one in self.seen(rank) if one.command.startswith(OWN)), None)
 
     def inside_pid(self, rank: int) -> int:
         """The guard's number in its host."""
@@ -170,14 +169,14 @@ class GangOnRig:
     def process(self, rank: int, name: str) -> Seen:
         """A process by the supervisor's name for it; `supervisor` and `guard` are those."""
         if name in ("guard", "supervisor"):
-            own = [one for one in self.seen(rank) if "exl3_vllm.rank --" in one.command]
+            own = [one for one in self.seen(rank) if one.command.startswith(OWN)]
             return own[0 if name == "guard" else 1]
         inside = {one["pid"] for one in self.status(rank)["processes"] if one["process"].startswith(name)}
         return next(one for one in self.seen(rank) if one.inside in inside)
 
     def vllm(self) -> list[Seen]:
         """Every process of both ranks but guards and supervisors."""
-        return [one for rank in (0, 1) for one in self.seen(rank) if "exl3_vllm.rank" not in one.command]
+        return [one for rank in (0, 1) for one in self.seen(rank) if "exl3_vllm.rank --" not in one.command]
 
     def kill(self, rank: int, name: str, number: signal.Signals) -> None:
         os.kill(self.process(rank, name).pid, number)

@@ -76,6 +76,7 @@ def main(documentation: str) -> int:
     finally:
         done = gang.down()
         print(f"kit down: exit code {done.returncode}; left behind: {', '.join(left_behind(gang)) or 'nothing'}")
+        print(done.stderr if done.returncode else "", end="")
     print(table(outcomes))
     return 0 if all(one.held and one.named_right is not False for one in outcomes) else 1
 
