@@ -349,8 +349,8 @@ def take_down(
     """Stop and remove a deployment's containers and networks on every node, and `volumes` when told; gives their names.
 
     All ranks are told at once: the others compute until the head has answered what it has (`exl3_vllm.supervisor`). One
-    that is told alone would end its gang, and the rest would start anew. A node that fails does not keep the others from
-    being cleared.
+    that is told alone would end its gang, and the rest would start anew. A node that fails does not keep the others
+    from being cleared.
 
     Raises `KitError`: unreachable for a node that does not answer, serving when something is still there afterwards.
     """
