@@ -85,9 +85,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requirements", type=Path, required=True, help="the locked name==version lines")
     requirements = parser.parse_args().requirements.read_text(encoding="utf-8")
-    from exl3_vllm import selfcheck_tiers
+    from exl3_vllm import selfcheck_kernels, selfcheck_tiers
 
     told = [*wrong_versions(requirements), *wrong_decodes(), *selfcheck_tiers.problems()]
+    told += selfcheck_kernels.problems()
     told = told or wrong_imports(requirements)
     for sentence in told:
         print(f"selfcheck: {sentence}", file=sys.stderr)
