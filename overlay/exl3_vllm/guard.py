@@ -1,4 +1,4 @@
-"""Process 1 of a container: it has one child, the supervisor, and ends everything when that one ends or hangs.
+"""The first process of a rank: it has one child, the supervisor, and ends everything when that one ends or hangs.
 
 A supervisor that a signal has stopped can end nothing any more, and its rank would hold the gang's place for ever. The
 guard is small enough to be always there: it reaps, forwards SIGTERM, and counts the supervisor's signs of life.

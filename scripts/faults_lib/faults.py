@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from rig_lib import network, node
 
 from faults_lib.gang_on_rig import NODES, RECIPE, STALL_S, GangOnRig
+from faults_lib.soak import clients
 
 ENDED, RIDDEN_OUT, REFUSED, REPORTED = "gang ended", "ridden out", "refused", "reported"
 END_S = 10.0
@@ -176,6 +178,20 @@ def down_with_a_node_gone(gang: GangOnRig) -> None:
         raise AssertionError("the node that came back was not cleared")
 
 
+CLEAN = {"ConnectionRefusedError", "ConnectionResetError", "RemoteDisconnected", "status 503"}
+
+
+def restart_under_load(gang: GangOnRig) -> None:
+    """A restart while 16 clients ask: each request is answered or refused cleanly, and none hangs."""
+    going = clients(gang, 16, 30)
+    time.sleep(3)
+    gang.up()
+    told = json.loads(going.communicate(timeout=400)[0])
+    unclean = set(told["errors"]) - CLEAN
+    if unclean or told["longest_s"] > 60 or not told["p50_s"]:
+        raise AssertionError(f"{told}")
+
+
 SILENT = ("silent", "gone", "replaced", "left", "killed", "hung")
 FAULTS = [
     kill9(0, "API server"),
@@ -238,5 +254,6 @@ FAULTS = [
         under_load=False,
     ),
     Fault("two operators start at once", REFUSED, two_operators, under_load=False, engines=("vllm",)),
+    Fault("restart under load", REFUSED, restart_under_load, under_load=False, runs=3),
     Fault("down with node2 gone", REPORTED, down_with_a_node_gone, under_load=False, runs=3),
 ]

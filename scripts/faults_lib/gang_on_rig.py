@@ -109,9 +109,7 @@ class GangOnRig:
 
     def kit_process(self, *argv: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "exl3kit.cli", *argv]
-        return subprocess.Popen(
-            command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def inside(self, name: str, *argv: str, stdin: str | None = None, check: bool = True) -> str:
         """Run a command in a host, as root."""
