@@ -23,6 +23,7 @@ from exl3kit.cli import (
     models,
     output,
     overlay,
+    parity,
     receipts,
     recipe,
     serve,
@@ -55,7 +56,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(export.app, name="export")
 VERBS: tuple[Callable[..., None], ...] = (
     *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
-    *(receipts.receipts, demo.demo, image.rollback),
+    *(receipts.receipts, parity.parity, demo.demo, image.rollback),
 )
 for verb in VERBS:
     app.command(verb.__name__)(verb)
