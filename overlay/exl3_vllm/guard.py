@@ -14,16 +14,18 @@ from collections.abc import Callable
 from exl3_vllm import watch
 
 LOOK_S = 0.5
+CRASHED = 70  # exit code of a supervisor with a fault of its own
 HUNG_S = 10.0  # longer than the 7 s after which the other ranks give this one up
 WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 SignOfLife = Callable[[], None]
 
 
-def guard(supervise: Callable[[SignOfLife], int], when_hung: Callable[[str], None]) -> int:
+def guard(supervise: Callable[[SignOfLife], int], when_failed: Callable[[str, str], None]) -> int:
     """Run `supervise` in a child, which calls what it is given as its sign of life; returns its exit code.
 
-    `when_hung` is told why a child that gave no sign of life was killed.
+    `when_failed` is told when the child could not end as it should: `hung` (no sign of life) or `supervisor` (killed,
+    or a fault of its own), and a sentence.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     life, sign = os.pipe()
@@ -35,7 +37,7 @@ def guard(supervise: Callable[[SignOfLife], int], when_hung: Callable[[str], Non
         os._exit(_in_child(supervise, sign))
     os.close(sign)
     try:
-        return _watch(child, life, when_hung)
+        return _watch(child, life, when_failed)
     finally:
         os.close(life)
 
@@ -53,10 +55,10 @@ def _in_child(supervise: Callable[[SignOfLife], int], sign: int) -> int:
         import traceback
 
         traceback.print_exc()
-        return 1
+        return CRASHED
 
 
-def _watch(child: int, life: int, when_hung: Callable[[str], None]) -> int:
+def _watch(child: int, life: int, when_failed: Callable[[str, str], None]) -> int:
     heard = looked = time.monotonic()
     hung = ""
     while True:
@@ -76,11 +78,17 @@ def _watch(child: int, life: int, when_hung: Callable[[str], None]) -> int:
             hung = f"the supervisor gave no sign of life for {now - heard:.0f} s ({how}) and was killed"
             watch.kill_below(os.getpid())
     watch.kill_below(os.getpid())
-    if hung:
-        when_hung(hung)
-        return 1
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    if hung:
+        when_failed("hung", hung)
+    elif code < 0 or code == CRASHED:
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else "failed by a fault of its own; the log says which"
+        )
+        when_failed("supervisor", f"the supervisor {how}")
+    return 1 if hung else 128 - code if code < 0 else code
 
 
 def _signs(life: int) -> bool:

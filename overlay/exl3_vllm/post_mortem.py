@@ -25,7 +25,7 @@ OWN = (
     "hung",
     "unfit",
 )  # ends that began on the rank itself
-VIOLENT = ("oom", "stopped", "hung")  # no consequence of another rank's death, as an exit often is
+VIOLENT = ("oom", "stopped", "hung", "supervisor")  # no consequence of another rank's death, as an exit often is
 VIOLENT_S = 5.0  # within which an end by force is taken for the cause of an exit that was noticed before it
 LINES, LINE_LENGTH = 15, 200  # of each rank's log; every record must fit one datagram
 

@@ -108,13 +108,13 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             say(settings, str(error))
             return error.code
 
-    return guard.guard(supervise, lambda why: report_hung(settings, why))
+    return guard.guard(supervise, lambda kind, why: report_failed(settings, kind, why))
 
 
-def report_hung(settings: Settings, why: str) -> None:
+def report_failed(settings: Settings, kind: str, why: str) -> None:
     """The death report of a rank whose supervisor can no longer write one."""
     status = read_status(settings) or {}
-    death = post_mortem.record(settings.rank, "hung", "supervisor", why, time.monotonic(), lines=[])
+    death = post_mortem.record(settings.rank, kind, "supervisor", why, time.monotonic(), lines=[])
     report = post_mortem.compose(
         {settings.rank: death},
         world=settings.world,

@@ -105,6 +105,11 @@ class Tree:
     ended: dict[int, int | None] = field(default_factory=dict)  # wait status of named ones that ended, as far as read
     _stopped_since: dict[int, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """`main` has its name from the first moment: it may have ended before anybody looks."""
+        now = read_process(self.main)
+        self.named[self.main] = ("API server" if self.head else "launcher", now.started if now is not None else -1)
+
     def look(self, now: float) -> None:
         """Read the tree anew."""
         found = descendants(os.getpid())

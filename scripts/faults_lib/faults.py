@@ -192,7 +192,7 @@ def restart_under_load(gang: GangOnRig) -> None:
         raise AssertionError(f"{told}")
 
 
-SILENT = ("silent", "gone", "replaced", "left", "killed", "hung")
+SILENT = ("silent", "gone", "replaced", "left", "killed", "hung", "supervisor")
 FAULTS = [
     kill9(0, "API server"),
     kill9(0, "engine core"),

@@ -164,12 +164,26 @@ def test_a_supervisor_that_hangs_is_ended_by_its_guard_with_a_report(environ: di
     assert (report["first"]["kind"], report["first"]["process"]) == ("hung", "supervisor")
 
 
-def test_a_rank_that_was_killed_says_so_when_it_is_back(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_supervisor_that_is_killed_is_reported_by_its_guard(environ: dict[str, str], tmp_path: Path) -> None:
     process = begin(environ, *python("import time; time.sleep(600)"))
     wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "starting")
     supervisor = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     os.kill(supervisor, signal.SIGKILL)
-    assert end(process)[0] == 137
+    code, _, err = end(process)
+    assert code == 137
+    assert "the supervisor was killed by SIGKILL" in err
+    first = json.loads((tmp_path / "state" / "post-mortem.json").read_text())["first"]
+    assert (first["kind"], first["rank"]) == ("supervisor", 0)
+
+
+def test_a_container_that_was_killed_says_so_when_it_is_back(environ: dict[str, str], tmp_path: Path) -> None:
+    process = begin(environ, *python("import time; time.sleep(600)"))
+    wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "starting")
+    below = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()  # with all its processes, as when the power goes
+    for pid in [*map(int, below), status(environ)["pid"]]:
+        os.kill(pid, signal.SIGKILL)
+    end(process)
     _, _, err = rank(environ, *python("raise SystemExit(3)"))
     assert "the container was killed while the rank ran" in err
     kept = sorted(path.name for path in (tmp_path / "state").glob("post-mortem-*.json"))
