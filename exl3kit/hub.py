@@ -94,6 +94,7 @@ def container(
 ) -> Iterator[tuple[Any, str]]:
     """A new container that may write to the node's cache as the node's user, and read the token; gone afterwards."""
     environment = {"HOME": "/tmp", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment["HF_HUB_OFFLINE"] = "0"  # the image says 1, for ranks that find their weights on the disk
     passed = PASSED_ON if node.is_local else PASSED_ON[:1]  # a proxy of this machine is none of the node's
     environment |= {name: os.environ[name] for name in passed if os.environ.get(name)}
     mounts = [node_files.mount(hub, HUB_DIR, read_only=False)]

@@ -34,6 +34,7 @@ use chroot = no
 reverse lookup = no
 log file = $folder/log
 pid file = $folder/pid
+$([ "$(id -u)" = 0 ] && printf 'uid = 0\ngid = 0\n')
 [weights]
 path = $1
 read only = no
@@ -94,7 +95,12 @@ def copy(
             raise target.error("rsync cannot listen there", why=daemon.stdout.read().decode(errors="replace").strip())
         words = [folder, receiver.address, port, str(SILENT_SECONDS)]
         gained = Growth(target, into)
-        said = send(source, words, password, lambda: advance(gained()))
+
+        def look() -> str | None:
+            advance(gained())
+            return f"{target.name} no longer answers" if daemon.poll() is not None else None
+
+        said = send(source, words, password, look)
         if said is not None:
             raise source.error(
                 f"the copy to {target.name} broke off",
@@ -110,8 +116,11 @@ def copy(
             daemon.kill()
 
 
-def send(source: Node, words: list[str], password: str, look: Callable[[], None]) -> str | None:
-    """Run the sender and call `look` every two seconds; what rsync said when it failed, None when all went well."""
+def send(source: Node, words: list[str], password: str, look: Callable[[], str | None]) -> str | None:
+    """Run the sender and call `look` every two seconds; None when all went well, else what rsync or `look` says.
+
+    The link to the receiver is given up after 7 s of silence, long before rsync's own timeout.
+    """
     sender = source.spawn(["sh", "-c", SENDER, "sh", *words])
     assert sender.stdin is not None and sender.stdout is not None
     try:
@@ -122,7 +131,8 @@ def send(source: Node, words: list[str], password: str, look: Callable[[], None]
                 code = sender.wait(timeout=LOOK_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                look()
+                if (trouble := look()) is not None:
+                    return trouble
         said = sender.stdout.read().decode(errors="replace").strip().splitlines()
         if code == 0:
             look()
