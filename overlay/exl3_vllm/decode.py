@@ -113,7 +113,7 @@ def hadamard(device: torch.device | None = None) -> Tensor:
 
 def rotate(x: Tensor) -> Tensor:
     """x H for each block of 128 along the last dimension; fp32 in the shape of x."""
-    blocks = x.to(torch.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     rotated: Tensor = (blocks @ hadamard(x.device)).flatten(-2)
     return rotated
 

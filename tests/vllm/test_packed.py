@@ -42,6 +42,26 @@ def test_both_sides_of_the_threshold_give_the_same(threshold: int) -> None:
     assert torch.linalg.norm(got[0] - wanted) / torch.linalg.norm(wanted) < 1e-5
 
 
+def test_rows_that_are_views_and_no_rows_at_all_are_rows_too() -> None:
+    # given rows that lie in wider ones, and none
+    wide = torch.randn(5, 3, 100, generator=torch.Generator().manual_seed(2))
+    made = parts()
+    # when / then
+    packed = wide[:, 1].contiguous()
+    for threshold in (0, 1):
+        view = packed_ops.packed_layer(wide[:, 1], made, False, 0, threshold, None)
+        assert torch.equal(view, packed_ops.packed_layer(packed, made, False, 0, threshold, None))
+        assert packed_ops.packed_layer(packed[:0], made, False, 8, threshold, None).shape == (0, 424)
+
+
+def test_bf16_values_beyond_fp16_stay_finite() -> None:
+    # given activations that fp16 can not hold
+    x = torch.full((3, 128), 3e6, dtype=torch.bfloat16)
+    for threshold in (0, 1):
+        y = packed_ops.packed_layer(x, parts(), False, 0, threshold, None)
+        assert y.dtype == torch.bfloat16 and torch.isfinite(y).all() and y.abs().max() > 65504
+
+
 def test_the_operator_passes_torchs_own_checks() -> None:
     one = parts()[0]
     arguments = (
