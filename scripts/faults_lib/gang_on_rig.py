@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,12 +24,14 @@ from rig_lib import cgroups, network, node, rig
 from rig_lib.plan import Node, State, default_state_dir
 
 from exl3kit import containers, recipes, serve
+from exl3kit.deployment import Rank
 from exl3kit.nodes import open_nodes
 from exl3kit.progress import Progress
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE, NODES = "demo-tp2", "node1,node2"
 SMALL = Path(__file__).with_name("small_engine.py")
+SMALL_DIR = "/root/small-engine"
 STALL_S = 8
 PORT = 8000
 OWN = "python3 -m exl3_vllm.rank -- "  # of guard and supervisor
@@ -58,6 +61,13 @@ def stat(pid: int) -> tuple[str, str] | None:
     return None
 
 
+def small(rank: Rank) -> Rank:
+    """The rank with the small engine in vLLM's place, and no pause between starts that were short."""
+    argv = ("python3", "/model/small_engine.py", *rank.argv[1:])
+    env = {**rank.env, "EXL3_STEADY_S": "0", "PYTHONPATH": "/model/overlay"}
+    return replace(rank, argv=argv, env=env, model_dir=SMALL_DIR)
+
+
 class GangOnRig:
     """The deployment `demo-tp2` on node1 and node2: vLLM itself, or the small engine in its place."""
 
@@ -75,33 +85,45 @@ class GangOnRig:
     # Start and end ---------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start the gang; returns when it serves."""
-        self.put_small_engine()
+        """Start the gang; returns when it serves.
+
+        The small engine runs in whatever image of the kit both hosts have, under the supervisor of this checkout.
+        """
         with open_nodes(NODES) as nodes:
-            recipe = recipes.load(RECIPE, SETTINGS)
-            progress = Progress(Console(file=io.StringIO()))
-            ground = serve.survey(recipe, nodes)
-            serve.prepare(ground, progress)
+            ground = serve.survey(recipes.load(RECIPE, SETTINGS), nodes)
             planned = ground.plan(serve.new_generation())
+            image = self.common_image() if self.engine == "small" else None
+            if image is None:
+                serve.prepare(ground, Progress(Console(file=io.StringIO())))
             containers.take_down(nodes, RECIPE)
-            ranks = []
-            for rank in planned.ranks:
-                env = {**rank.env, "EXL3_STEADY_S": "0"}
-                if self.engine == "small":
-                    argv = ("python3", "/model/small_engine.py", *rank.argv[1:])
-                    rank = replace(rank, argv=argv, model_dir="/root/small-engine")
-                ranks.append(replace(rank, env=env))
-            serve.start(ground, replace(planned, ranks=tuple(ranks)), None)
+            ranks = planned.ranks
+            if self.engine == "small":
+                self.put_small_engine()
+                ranks = tuple(small(rank) for rank in ranks)
+            serve.start(ground, replace(planned, image=image or planned.image, ranks=ranks), None)
         self.wait_serving(0)
+
+    def common_image(self) -> str | None:
+        """An image of the kit that every host has."""
+        shown = ("docker", "images", "--format", "{{.Repository}}:{{.Tag}}", "exl3kit")
+        had = [self.inside(name, *shown).split() for name in self.nodes]
+        return next((tag for tag in had[0] if all(tag in tags for tags in had)), None)
 
     def down(self) -> subprocess.CompletedProcess[str]:
         return self.kit("down", RECIPE, "--nodes", NODES)
 
     def put_small_engine(self) -> None:
+        """Lay the engine, in the place of a model, and this checkout's overlay on every host."""
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            archive.add(SMALL, "small_engine.py")
+            for path in sorted((REPO / "overlay" / "exl3_vllm").glob("*.py")):
+                archive.add(path, f"overlay/exl3_vllm/{path.name}")
+        unpack = f"rm -rf {SMALL_DIR} && mkdir -p {SMALL_DIR} && cd {SMALL_DIR} && echo '{{}}' > config.json && "
+        unpack += "tar --extract --no-same-owner && chmod 755 /root && chmod -R a+rX ."
         for name in self.nodes:
-            script = "mkdir -p /root/small-engine && cd /root/small-engine && echo {} > config.json && "
-            script += "cat > small_engine.py && chmod 755 /root && chmod -R a+rX ."
-            self.inside(name, "sh", "-c", script, stdin=SMALL.read_text())
+            line = node.command(self.nodes[name], self.options, ["sh", "-c", unpack])
+            subprocess.run(line, input=buffer.getvalue(), check=True, timeout=120)
 
     def kit(self, *argv: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "exl3kit.cli", *argv]
@@ -111,10 +133,10 @@ class GangOnRig:
         command = [sys.executable, "-m", "exl3kit.cli", *argv]
         return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def inside(self, name: str, *argv: str, stdin: str | None = None, check: bool = True) -> str:
+    def inside(self, name: str, *argv: str, check: bool = True) -> str:
         """Run a command in a host, as root."""
         line = node.command(self.nodes[name], self.options, argv)
-        done = subprocess.run(line, input=stdin, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120)
         if check and done.returncode != 0:
             raise RuntimeError(f"{name}: {' '.join(argv)}: {done.stderr or done.stdout}")
         return done.stdout

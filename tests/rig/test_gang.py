@@ -15,11 +15,9 @@ from faults_lib.faults import FAULTS, plug
 from faults_lib.gang_on_rig import GangOnRig
 from faults_lib.series import left_behind, run
 from faults_lib.soak import clients
-from kit_verbs import kit
 from rig_hosts import Rig
 from rig_lib import network
 
-NODES = "node1,node2"
 IN_CI = ("kill -9 of rank 1's worker", "SIGSTOP of rank 0's worker", "link of node2 down for 5 s")
 OTHERS = [fault.name for fault in FAULTS if "small" in fault.engines and fault.name not in IN_CI]
 
@@ -27,8 +25,6 @@ OTHERS = [fault.name for fault in FAULTS if "small" in fault.engines and fault.n
 @pytest.fixture(scope="module")
 def gang(rig: Rig) -> Iterator[GangOnRig]:
     """Two ranks that serve; nothing of them is left at the end."""
-    done = kit(rig, "build", "demo-tp2", "--nodes", NODES, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
     made = GangOnRig("small")
     made.up()
     yield made
