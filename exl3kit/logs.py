@@ -122,7 +122,7 @@ def stream(one: Standing, last: str) -> Iterator[Line]:
                     line = split(one, text.decode("utf-8", "replace"))
                     if line.stamp > last:
                         yield line
-    except (DockerException, RequestException, OSError):
+    except (DockerException, RequestException, OSError, KitError):
         return  # `ending` says what became of it
     if rest and (line := split(one, rest.decode("utf-8", "replace"))).stamp > last:
         yield line

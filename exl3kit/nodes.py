@@ -56,8 +56,15 @@ class Node:
 
     @contextmanager
     def patient_engine(self, seconds: float) -> Iterator[DockerClient]:
-        """Another client of the same engine, for calls that are silent for long, as when an image is unpacked."""
-        client = engines.connect(self.engine_url, timeout=seconds)
+        """Another client of the same engine, for calls that are silent for long, as when an image is unpacked.
+
+        Raises `KitError` (unreachable) when it does not answer at all.
+        """
+        try:
+            client = engines.connect(self.engine_url, timeout=seconds)
+        except engines.EngineError as error:
+            next_step = "look at the node's link, load and engine, then run the command again"
+            raise self.error("the engine no longer answers", why=str(error), next_step=next_step) from error
         try:
             yield client
         finally:
