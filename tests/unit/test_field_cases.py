@@ -56,6 +56,7 @@ def test_case_29_json_and_blanks_in_an_argument_reach_vllm_as_one_word(tmp_path:
         assert nasty in rank.argv
         (service,) = containers.services(render.compose(made, rank.node)).values()
         assert nasty in service["command"]
+        assert "it's $$HOME `id`" in render.compose(made, rank.node)  # a single dollar would be compose's own
 
 
 def test_case_30_a_key_is_in_no_argument_variable_label_or_file(tmp_path: Path) -> None:
