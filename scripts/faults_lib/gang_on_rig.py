@@ -41,12 +41,13 @@ SETTINGS = (f"serve.stall_s={STALL_S}",)
 
 @dataclass(frozen=True)
 class Seen:
-    """A process of a container: its number here, when it started, its number in the container, its parent there."""
+    """A process of a container: its number here, when it started, its number and its namespace in the container."""
 
     pid: int
     started: str
     inside: int
     command: str
+    space: str
 
     def lives(self) -> bool:
         found = stat(self.pid)
@@ -157,10 +158,12 @@ class GangOnRig:
                 numbers = Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].partition("\n")[0].split()
                 if len(numbers) == 3:
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    space = str(Path(f"/proc/{pid}/ns/pid").readlink())
                     was = stat(pid)
                     if was is not None:
-                        found.append(Seen(pid, was[1], int(numbers[2]), command))
-        return sorted(found, key=lambda one: one.inside)
+                        found.append(Seen(pid, was[1], int(numbers[2]), command, space))
+        ranks = {one.space for one in found if one.inside == 1 and OWN in one.command}  # not a build's
+        return sorted((one for one in found if one.space in ranks), key=lambda one: one.inside)
 
     def first(self, rank: int) -> Seen | None:
         """The guard."""
