@@ -51,8 +51,8 @@ class Arena:
             self._memory = None
             self._memory = torch.empty(self.expected, dtype=torch.uint8, device=device)
 
-    def take(self, nbytes: int, key: str, device: torch.device) -> Tensor:
-        """uint8 [nbytes] with undefined content, until the next call.
+    def take(self, nbytes: int, layer: object, rows: int, device: torch.device) -> Tensor:
+        """uint8 [nbytes] with undefined content, until the next call; `layer` and `rows` say whose, if it is refused.
 
         Raises
         ------
@@ -65,7 +65,7 @@ class Arena:
             what = (
                 f"needs {nbytes} bytes while a CUDA graph is captured, and {self.nbytes} are prepared ({self.largest})"
             )
-            raise LayoutError(key, what, "Capture no more rows than --max-num-batched-tokens")
+            raise LayoutError(f"{layer}, {rows} rows", what, "Capture no more rows than --max-num-batched-tokens")
         self.overflows += 1
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 

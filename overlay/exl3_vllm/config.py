@@ -229,6 +229,8 @@ class Exl3Config(QuantizationConfig):
         facts.resolution = resolution
         DIAGNOSTICS.facts = facts
         report = receipt.load_report(loading, DIAGNOSTICS.facts.rank, self.demo)
+        if current_platform.is_cuda():
+            report |= gpu.account(loading)
         logger.info(
             "EXL3 rank %d: %d trellis matrices in %d layers, %d bytes here, rates %s, codebooks %s; tier %s (%s)",
             *(report["rank"], report["trellis_tensors"], report["layers"], report["trellis_bytes"]),

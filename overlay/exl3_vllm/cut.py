@@ -13,6 +13,7 @@ from exl3_vllm.errors import LayoutError
 from exl3_vllm.format import BLOCK, TILE, TrellisMatrix
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -85,9 +86,10 @@ def check_columns(matrix: TrellisMatrix, begin: int, end: int, features: int) ->
     return begin, end
 
 
-def cut_tensor(kind: str, tensor: Tensor, cut: Cut) -> Tensor:
-    """The part of a stored tensor (trellis, suh, svh, su, sv) that `cut` needs, in whole blocks; always a copy, so
-    the mapped file can be let go."""
+def cut_tensor(kind: str, tensor: Tensor, cut: Cut, device: torch.device | None = None) -> Tensor:
+    """The part of a stored tensor (trellis, suh, svh, su, sv) that `cut` needs, in whole blocks, on `device`; always a
+    copy, so the mapped file can be let go, and only one: seven engines that copied twice, with a thread per core each,
+    took 9 ms for a tensor."""
     first, last = cut.covering
     if kind == "trellis":
         part = tensor[cut.row_begin // TILE : cut.row_end // TILE, first // TILE : last // TILE]
@@ -99,4 +101,4 @@ def cut_tensor(kind: str, tensor: Tensor, cut: Cut) -> Tensor:
         part = tensor[first // unit : last // unit]
     else:
         raise ValueError(f"{kind} is no part of a trellis matrix that can be cut")
-    return part.clone()
+    return part.clone() if device is None or device == part.device else part.to(device).contiguous()

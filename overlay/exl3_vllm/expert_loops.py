@@ -92,9 +92,16 @@ class FatExperts:
         and up, and into the route weight (fp16, so rows up to 2^30) for down.
         """
         gate, up, down = self.gate[expert], self.up[expert], self.down[expert]
-        a, scale = kernels.rotate(rows, gate.suh)
-        products = [_fat_gemm(a, one).mul_(scale[:, None]) for one in (gate, up)]
-        h, scale = kernels.rotate(swiglu(products[0], products[1], self.limit), down.suh)
+        _, a, scale, sums = self._buffers(len(rows))
+        turned, size = a[: len(rows) * self.hidden].view(len(rows), self.hidden), len(rows) * self.inter
+        torch.ops.exl3.rotate(rows, gate.suh, turned, scale)
+        products = [sums[begin : begin + size].view(len(rows), self.inter) for begin in (0, size)]
+        for one, product in zip((gate, up), products, strict=True):
+            torch.ops.exl3.exl3_fat_gemm(turned, one.trellis, product, one.svh, *_fat_code(one))
+            product.mul_(scale[:, None])
+        inner = swiglu(products[0], products[1], self.limit)
+        h = a[:size].view(len(rows), self.inter)
+        torch.ops.exl3.rotate(inner, down.suh, h, scale)
         route = (weights * scale).half()
         torch.ops.exl3.exl3_fat_gemm_scatter(h, down.trellis, out, down.svh, tokens, route, *_fat_code(down))
 
@@ -125,12 +132,6 @@ class FatExperts:
         memory = self.scratch.take(1, needed, like).view(-1)
         weight, a, scale, sums = carve(memory, [((count,), dtype) for count, dtype in sizes])
         return weight, a, scale[:rows], sums
-
-
-def _fat_gemm(a: Tensor, matrix: Matrix) -> Tensor:
-    y = torch.empty((a.shape[0], matrix.svh.numel()), dtype=torch.float32, device=a.device)
-    torch.ops.exl3.exl3_fat_gemm(a, matrix.trellis, y, matrix.svh, *_fat_code(matrix))
-    return y
 
 
 def _fat_code(matrix: Matrix) -> tuple[int, bool, bool]:

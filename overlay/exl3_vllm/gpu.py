@@ -124,6 +124,14 @@ def launches_once(resolution: Resolution) -> bool:
     return resolution.tier == "grouped" or resolution.reason == "shared_suh_absent"
 
 
+def account(loading: ModelLoading) -> dict[str, Any]:
+    """What a receipt says of the GPU's choices: where the table of dense layers is from, which graphs are captured, and
+    in how many layers all experts share one input scale (there tokens are rotated once, elsewhere every routed row)."""
+    experts: list[PackedExperts] = loading.packed_experts
+    one_suh = sum(one.stacked.suh is not None for one in experts)
+    return {"dense_table": DISPATCH.source, "graphs": loading.limits.graphs, "one_suh_layers": one_suh}
+
+
 def finish() -> None:
     """All layers of a model are loaded: take the memory that they will work in, before vLLM profiles what is left."""
     ARENA.allocate(torch.device("cuda", torch.cuda.current_device()))
@@ -236,7 +244,7 @@ class PackedExperts:
             tokens = x[part].shape[0]
             made = self._plan(tokens, topk, gpu)
             nbytes = kernels.moe_workspace(tokens, topk, self.stacked, made)
-            memory = ARENA.take(nbytes, f"{self}, {tokens} tokens", x.device)
+            memory = ARENA.take(nbytes, self, tokens, x.device)
             kernels.moe_into(x[part], ids[part], weights[part], self.stacked, self.limit, made, out[part], memory)
         return out
 

@@ -31,8 +31,8 @@ MAX_PARTS = 4
 WIDEST = 32768
 """Columns of the largest matrix that is written out whole: fp16 of 5120 x 32768 is 336 MB."""
 
-CHUNK_ROWS = 2048
-"""Rows per cuBLAS product: its fp32 sums are written and read again, and 2,048 rows already fill the GPU."""
+CHUNK_ROWS, CHUNK_BYTES = 2048, 128 << 20
+"""Rows per cuBLAS product, and bytes of its fp32 sums: that many rows already fill the GPU."""
 
 
 @dataclass
@@ -106,6 +106,9 @@ class Layer:
 
     def groups(self) -> Iterator[tuple[Layer, int]]:
         """Launches of at most four matrices, and the output column where each begins."""
+        if len(self.trellis) <= MAX_PARTS:
+            yield self, 0
+            return
         first = 0
         for begin in range(0, len(self.trellis), MAX_PARTS):
             part = slice(begin, begin + MAX_PARTS)
@@ -132,7 +135,9 @@ def run(x: Tensor, layer: Layer, out: Tensor, reconstruct_rows: int) -> None:
     if not DISPATCH.graphs and torch.cuda.is_current_stream_capturing():
         refuse_capture(str(layer))
     gpu = kernels.gpu_of(x.device)
-    table = with_threshold(DISPATCH.of(gpu), reconstruct_rows)
+    table = DISPATCH.of(gpu)
+    if reconstruct_rows != TABLE_DECIDES:
+        table = with_threshold(table, reconstruct_rows)
     if x.shape[0] > table.fused_rows:
         _reconstructed(x, layer, out, table)
     elif x.shape[0]:
@@ -158,7 +163,7 @@ def _fused(x: Tensor, layer: Layer, out: Tensor, table: Table, gpu: Gpu) -> None
             group.widths,
             group.shared_suh,
             out[:, first : first + sum(group.widths)],
-            ARENA.take(nbytes, f"{layer}, {x.shape[0]} rows", x.device),
+            ARENA.take(nbytes, layer, x.shape[0], x.device),
             plan.tile,
             plan.row_tiles,
             plan.splits,
@@ -178,8 +183,8 @@ def _reconstructed(x: Tensor, layer: Layer, out: Tensor, table: Table) -> None:
         layer.trellis, layer.suh, layer.svh, layer.codes, layer.widths, strict=True
     ):
         n = svh.numel()
-        memory = ARENA.take(_reconstructed_bytes(rows, k, n), f"{layer}, {rows} rows, written out", x.device)
-        chunk = min(rows, CHUNK_ROWS)
+        memory = ARENA.take(_reconstructed_bytes(rows, k, n), layer, rows, x.device)
+        chunk = chunk_rows(rows, n)
         halves = [((k, n), torch.float16), ((chunk, k), torch.float16)]
         weight, a, scale, sums = carve(memory, [*halves, ((chunk,), torch.float32), ((chunk, n), torch.float32)])
         torch.ops.exl3.reconstruct(trellis, suh, svh, code, folded, weight)
@@ -196,8 +201,12 @@ def _reconstructed(x: Tensor, layer: Layer, out: Tensor, table: Table) -> None:
         first += width
 
 
+def chunk_rows(rows: int, n: int) -> int:
+    return min(rows, CHUNK_ROWS, max(256, CHUNK_BYTES // (4 * n) // 128 * 128))
+
+
 def _reconstructed_bytes(rows: int, k: int, n: int) -> int:
-    chunk = min(rows, CHUNK_ROWS)
+    chunk = chunk_rows(rows, n)
     halves = padded_bytes(k * n, torch.float16) + padded_bytes(chunk * k, torch.float16)
     return halves + padded_bytes(chunk, torch.float32) + padded_bytes(chunk * n, torch.float32)
 

@@ -41,7 +41,7 @@ class MatrixPart:
         if kind in ("suh", "svh") and not torch.isfinite(tensor).all():
             raise CheckpointError(f"tensor {entry.name}", "holds a value that is not finite", "Fetch the file again")
         for number, cut in enumerate(self.cuts):
-            self.tensors[number, kind] = cut_tensor(kind, tensor, cut).to(device)
+            self.tensors[number, kind] = cut_tensor(kind, tensor, cut, device)
 
     def check_complete(self) -> None:
         """Raises CompletenessError naming the first tensor that never came."""

@@ -142,12 +142,13 @@ def wrong_tiers() -> Iterator[str]:
 def wrong_capture() -> Iterator[str]:
     """A capture that would need memory of its own is refused, with the key; so is a tier that counts on the host."""
     layer = Rehearsal.make()
-    for tier, word in (("kernel", "can not be captured"), ("grouped", "while a graph is captured")):
-        layer.run(TOKENS, tier)
+    for tier, word in (("kernel", "can not be captured"), ("grouped", "and 0 are prepared")):
+        plan, call = Plan(resolve(tier, True, SYMBOLS), CAP, 0), layer.call(TOKENS)
+        layer.packed.run(*call, plan, layer.account)
         held, ARENA._memory = ARENA._memory, None
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                layer.run(TOKENS, tier)
+                layer.packed.run(*call, plan, layer.account)
             yield f"a capture of the {tier} tier without an arena was not refused"
         except RuntimeError as error:
             if word not in str(error):

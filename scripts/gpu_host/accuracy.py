@@ -8,6 +8,7 @@ Decode steps are compared with the prefill of the same tokens: a prefill alone s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     changes: dict[str, Any] = {"eager": options.eager, "dtype": options.dtype, "tensor_parallel_size": options.tp}
     if options.mode:
         changes["compilation"] = {"cudagraph_mode": options.mode}
+    if options.uncompiled:  # torch.compile off, graphs of whole steps: Python branches are live
+        changes["compilation"] = {"mode": 0, "cudagraph_mode": "FULL"}
     if options.backend:
         changes["attention_backend"] = options.backend
     started = time.monotonic()
@@ -66,6 +69,14 @@ def run(options: argparse.Namespace) -> None:
     record["decode_against_prefill"] = errors
     if options.tp == 1:
         record["receipt"] = diagnostics.exl3_fat_diag()
+    else:
+        time.sleep(6)  # receipts are written every 5 s
+        folder = Path(os.environ["EXL3_RECEIPT_DIR"])
+        record["receipts"] = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
+        asked_rows = sum(len(ids) for ids in asked)
+        record["prompt_tokens"] = {"first": asked_rows, "again": asked_rows + TOKENS * len(asked)}
+        keys = ("effective_tier", "tier_reason", "rows_handled", "rows_expected", "tp_rank", "fallback_calls")
+        print("RESULT", options.label, [{key: one[key] for key in keys} for one in record["receipts"]])
     say(record, options.label)
     print("RESULT", options.label, "decode against prefill", [f"{error:.2e}" for error in errors])
 
@@ -76,21 +87,44 @@ def relative(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
     return found if found == found else float("inf")
 
 
+OUTLIER = 3e-3
+"""A position beyond this took another expert somewhere: routers choose by differences smaller than any rounding."""
+
+
+def each(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Relative L2 of each position."""
+    return np.linalg.norm(got.astype(np.float64) - wanted, axis=1) / np.linalg.norm(wanted.astype(np.float64), axis=1)
+
+
+def spread(errors: list[np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Over all positions, and over those that are no outliers."""
+    found = np.concatenate(errors)
+    kept = found[found < OUTLIER]
+    return {
+        "median": float(np.median(found)),
+        "most_but_outliers": float(kept.max()) if len(kept) else None,
+        "outliers": int(len(found) - len(kept)),
+        "most": float(found.max()),
+        "positions": len(found),
+    }
+
+
 def compare(files: list[Path]) -> dict[str, Any]:
     """Every file against the first one: prompts, and decode steps as long as the tokens agree."""
     base = np.load(files[0])
-    found: dict[str, Any] = {"base": files[0].stem}
+    found: dict[str, Any] = {"base": files[0].stem, "outlier": OUTLIER}
     for file in files[1:]:
         other = np.load(file)
         names = [name for name in base.files if name.startswith("prompt")]
-        prompt = max(relative(other[name], base[name]) for name in names)
-        steps, agree = 0.0, 0
+        prompt = spread([each(other[name], base[name]) for name in names])
+        steps, agree = [], 0
         for number in range(len(names)):
             same = np.cumprod(base[f"tokens{number}"] == other[f"tokens{number}"])
             count = min(int(same.sum()) + 1, len(same))
             agree += int(same.sum())
-            steps = max(steps, relative(other[f"decode{number}"][:count], base[f"decode{number}"][:count]))
-        found[file.stem] = {"prompt": prompt, "decode": steps, "tokens_agree": agree, "of": len(names) * TOKENS}
+            steps.append(each(other[f"decode{number}"][:count], base[f"decode{number}"][:count]))
+        agreement = {"tokens_agree": agree, "of": len(names) * TOKENS}
+        found[file.stem] = {"prompt": prompt, "decode": spread(steps), **agreement}
     return found
 
 
@@ -128,18 +162,20 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--mode", help="cudagraph mode")
+    parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--base", default="reference", help="what the others are compared with")
     parser.add_argument("--backend", help="attention backend")
     parser.add_argument("--reference", action="store_true")
     parser.add_argument("--compare", metavar="PREFIX", help="all npz files of the work folder that begin so")
     options = parser.parse_args()
     if options.compare:
         files = sorted(
-            WORK.glob(f"{options.compare}.*.npz"), key=lambda file: (".reference." not in file.name, file.name)
+            WORK.glob(f"{options.compare}.*.npz"), key=lambda file: (f".{options.base}." not in file.name, file.name)
         )
         found = compare(files)
-        say(found, f"compare.{options.compare}")
+        say(found, f"compare.{options.compare}.{options.base}")
         for name, value in found.items():
-            print("RESULT", options.compare, name, value)
+            print("RESULT", options.compare, name, value, flush=True)
     elif options.reference:
         reference(options.model, options.label)
     else:

@@ -10,6 +10,7 @@ layers by rows. An arm's counters prove that it ran. Every figure is a median; e
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import STARTED, alone, generate, loading_of, open_engine, say
+from engines import STARTED, WORK, alone, generate, loading_of, open_engine, say, wait_for
 
 PREFILL = ((1, 512), (1, 2048), (4, 2048), (1, 8192))
 DECODE = (1, 8, 32)
@@ -46,11 +47,13 @@ class Timer:
         return time.perf_counter() - started
 
     def prefill(self, count: int, length: int, repeats: int) -> float:
-        """ms until the first token of all prompts."""
+        """ms until the first token of all prompts; the same ones for every arm."""
+        self.random.seed(count * length)
         return 1e3 * statistics.median(self.once(self.prompts(count, length), 1) for _ in range(repeats))
 
     def decode(self, batch: int, repeats: int) -> float:
         """ms per step: a long generation less a short one of the same prompts."""
+        self.random.seed(batch)  # the same prompts for every arm: where they go decides how many experts have rows
         prompts = self.prompts(batch, 128)
         self.once(prompts, 4)
         found = [self.once(prompts, DECODED + 1) - self.once(prompts, 1) for _ in range(repeats)]
@@ -89,32 +92,40 @@ def measure(llm: Any, options: argparse.Namespace, record: dict[str, Any]) -> No
         found: dict[str, Any] = {}
         timer.once(timer.prompts(1, 2048), 1)
         for count, length in PREFILL:
-            found[f"prefill_{count}x{length}_ms"] = round(timer.prefill(count, length, options.repeats), 2)
+            repeats = options.repeats if arm in (arms[0], arms[-1]) else 2
+            found[f"prefill_{count}x{length}_ms"] = round(timer.prefill(count, length, repeats), 2)
         receipt = diagnostics.exl3_fat_diag()
-        for batch in DECODE:
+        for batch in DECODE if arm in (arms[0], arms[-1]) else ():
             found[f"decode_{batch}_ms"] = round(timer.decode(batch, 2), 3)
         counted = ("prefill_layer_calls", "fallback_calls", "rows_handled", "rows_expected", "direct_calls", "max_rows")
         found["counted"] = {key: receipt[key] for key in counted}
         record["arms"][arm] = found
         say(record, options.label)
         print("RESULT", options.label, arm, {k: v for k, v in found.items() if k.endswith("_ms")}, flush=True)
-        if options.profile:
-            found["profile"] = {
-                "prefill_1x2048": profile(timer, 1, 2048, 1),
-                "prefill_1x8192": profile(timer, 1, 8192, 1),
-            }
-            if arm == arms[-1]:
-                for batch in DECODE:
-                    found["profile"][f"decode_{batch}"] = profile(timer, batch, 128, 33)
+
+
+def attribute(llm: Any, options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Where the time of the chosen arms goes; after all timing, as each takes seconds on the host."""
+    timer = Timer(llm)
+    for arm in filter(None, options.profile.split(",")):
+        if arm != "plain":
+            choose(arm, llm)
+        found = record["arms"][arm]["profile"] = {}
+        for length in (2048, 8192):
+            found[f"prefill_1x{length}"] = profile(timer, 1, length, 1)
             say(record, options.label)
+    for batch in (1, 8) if options.profile else ():
+        found[f"decode_{batch}"] = profile(timer, batch, 128, 25)
+        say(record, options.label)
 
 
 KINDS = (
     ("exl3 products", ("trellis_gemm",)),
     ("exl3 reconstruct", ("reconstruct",)),
+    ("Triton fused_moe", ("fused_moe",)),
     ("exl3 rotations, sums, routing", ("exl3::",)),
-    ("cuBLAS", ("nvjet", "cutlass", "gemm", "cublas", "splitK")),
     ("attention", ("flash", "attention", "fmha", "reshape_and_cache", "prepare_varlen")),
+    ("cuBLAS", ("nvjet", "cutlass", "gemm", "cublas", "splitK")),
     ("NCCL", ("nccl",)),
 )
 
@@ -163,7 +174,7 @@ def main() -> None:
     parser.add_argument("--dummy", action="store_true", help="unquantised dummy weights: the control")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--arms", default="plain")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", default="", metavar="ARM,...", help="also say where the time of these goes")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backend", default="FLASH_ATTN")
@@ -176,6 +187,11 @@ def main() -> None:
     }
     if options.dummy:
         changes["load_format"] = "dummy"
+    folder = WORK / f"receipts-{options.label}"
+    os.environ["EXL3_RECEIPT_DIR"] = str(folder)
+    from vllm import LLM  # noqa: F401  (the slow import: before the start's clock, while the checkpoint is written)
+
+    wait_for(options.model)
     imported = time.monotonic() - STARTED
     started = time.monotonic()
     llm = open_engine(options.model, dtype="bfloat16", **changes)
@@ -189,7 +205,12 @@ def main() -> None:
     say(record, options.label)
     with alone(options.label):
         measure(llm, options, record)
+    with alone(options.label):
+        attribute(llm, options, record)
     record["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if options.tp > 1 and not options.dummy:
+        time.sleep(6)  # receipts are written every 5 s
+        record["receipts"] = [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
     record["total_s"] = round(time.monotonic() - STARTED, 1)
     say(record, options.label)
 

@@ -48,6 +48,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 def open_engine(model: Path, **changes: Any) -> Any:
     from vllm import LLM
 
+    wait_for(model)
     return LLM(model=str(model), **settings(**changes))
 
 
@@ -80,16 +81,22 @@ def generate(llm: Any, prompts: list[list[int]], tokens: int, **changes: Any) ->
 
 @contextmanager
 def alone(label: str) -> Iterator[None]:
-    """Wait until every engine of the wave has started or ended, then hold the GPU against the others.
-
-    GPU_BARRIER: how many; each leaves a file, also when it dies (`run.py` leaves it then).
-    """
-    folder, wanted = WORK / "barrier", int(os.environ.get("GPU_BARRIER", "0"))
+    """Wait until every job of the group has started or ended (GPU_BARRIER, GPU_WAIT_FOR), then hold the GPU against the
+    others. Each leaves a file; `run.py` leaves it for a job that has ended."""
+    group = os.environ.get("GPU_BARRIER") or "alone"
+    folder, wanted = WORK / "barrier" / group, int(os.environ.get("GPU_WAIT_FOR", "0"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / label).touch()
-    limit = time.monotonic() + 200
+    limit = time.monotonic() + 150
     while len(list(folder.iterdir())) < wanted and time.monotonic() < limit:
         time.sleep(0.2)
-    with (WORK / "gpu.lock").open("w") as lock:
+    with (WORK / f"{group}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def wait_for(model: Path, seconds: float = 120) -> None:
+    """Until the checkpoint is complete: it may still be written."""
+    limit = time.monotonic() + seconds
+    while not (model / "config.json").is_file() and time.monotonic() < limit:
+        time.sleep(0.2)

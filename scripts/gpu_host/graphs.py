@@ -20,7 +20,7 @@ from engines import generate, open_engine, say
 
 def kernels_of(llm: Any, length: int, tokens: int) -> Counter[str]:
     """How often each of our kernels ran during one request; decode steps after the first replay graphs."""
-    prompts = [[(7 * i) % 2000 + 3 for i in range(length)]]
+    prompts = [[(7 * i) % 500 + 3 for i in range(length)]]
     generate(llm, prompts, tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         generate(llm, prompts, tokens)

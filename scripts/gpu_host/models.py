@@ -44,7 +44,7 @@ MOE = {
     "num_experts_per_tok": 8,
 }
 TINY = {
-    "vocab_size": 2048,
+    "vocab_size": 512,
     "hidden_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
@@ -65,7 +65,7 @@ GLM_SHAPE = {
     "hidden_size": 4096,
     "moe_intermediate_size": 2048,
     "num_experts": 288,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 32,
 }
 DENSE_40 = {
@@ -80,12 +80,16 @@ DENSE_40 = {
 
 @dataclass(frozen=True)
 class Model:
-    """A geometry; `rates` (half bits) are taken in turn by its matrices, gate and up of an expert alike."""
+    """A geometry. `rates` (half bits): of most matrices, of dense down projections, of the head (the last).
+
+    suh: whose input scales are the same. "pair": gate's and up's of an expert, which every tier takes; "layer": those
+    of all experts of a layer, the fastest case of the kernels; "own": nobody's, as upstream's converter writes them.
+    """
 
     config: Mapping[str, Any]
     rates: tuple[int, ...]
     codebook: str
-    shared_suh: bool = True
+    suh: str = "pair"
 
     def rate(self, name: str) -> int:
         if ".experts." in name:
@@ -97,6 +101,7 @@ class Model:
 
 MODELS = {
     "qwen3-30b-k4": Model(QWEN3_30B, (8,), "mcg"),
+    "qwen3-30b-k4-layer": Model(QWEN3_30B, (8,), "mcg", "layer"),
     "qwen3-30b-k3": Model(QWEN3_30B, (6,), "mul1"),
     "dense-40": Model(DENSE_40, (10, 12), "mcg"),
     "glm-shape": Model(GLM_SHAPE, (8,), "mcg"),
@@ -105,7 +110,7 @@ MODELS = {
         {**MOE, **TINY, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_experts": 16}, (8,), "mcg"
     ),
     "tiny-moe-own": Model(
-        {**MOE, **TINY, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_experts": 16}, (6,), "mul1", False
+        {**MOE, **TINY, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_experts": 16}, (6,), "mul1", "own"
     ),
 }
 
@@ -154,14 +159,14 @@ def shards(model: Model) -> Iterator[Shard]:
     """One per layer, and one for what lies outside of layers."""
     config = model.config
     by_layer: dict[str, Shard] = {}
-    last_suh: list[Tensor] = []
+    kept: dict[str, Tensor] = {}
     for name, shape in families.linear_layers(config).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "outside"
         shard = by_layer.setdefault(layer, Shard())
         rows, columns = synth.padded(shape.inputs), synth.padded(shape.outputs)
-        if not (model.shared_suh and name.endswith(".up_proj")):
-            last_suh = [scales(rows, 0.5, 1.5, 1.0)]
-        suh = last_suh[0]
+        fused = name.endswith((".gate_proj", ".up_proj"))
+        place = {"pair": name.rpartition(".")[0], "layer": layer}.get(model.suh, name) if fused else name
+        suh = kept.setdefault(place, scales(rows, 0.5, 1.5, 1.0))
         size = 1 / (synth.DEVIATION[model.codebook] * shape.inputs**0.5)
         marker = torch.tensor(synth.MARKERS[model.codebook], dtype=torch.int32)
         shard.add(f"{name}.trellis", "I16", (rows // 16, columns // 16, 8 * model.rate(name)))
@@ -216,8 +221,23 @@ def make(name: str, target: Path) -> None:
             one.result()
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    tokenizer(target)
     config = {**model.config, "quantization_config": {"quant_method": "exl3"}}
     (target / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def tokenizer(target: Path) -> None:
+    """Bytes as tokens: enough for a server, whose clients here send numbers."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    made.save(str(target / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (target / "tokenizer_config.json").write_text(json.dumps(told))
 
 
 def plain_config(name: str, target: Path) -> None:

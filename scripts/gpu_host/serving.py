@@ -19,14 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import WORK, say
+from engines import WORK, say, wait_for
 
 
 class Clients:
     """Threads that send completions of random prompts, streamed or whole, and count what comes of them."""
 
-    def __init__(self, port: int, until: float) -> None:
-        self.port, self.until = port, until
+    def __init__(self, port: int, until: float, vocabulary: int) -> None:
+        self.port, self.until, self.vocabulary = port, until, vocabulary
         self.lock = threading.Lock()
         self.done = self.tokens = 0
         self.errors: collections.Counter[str] = collections.Counter()
@@ -50,7 +50,7 @@ class Clients:
 
     def ask(self, chance: random.Random) -> int:
         length, answer = chance.choice((16, 128, 512, 2048)), chance.choice((16, 64, 128))
-        prompt = [chance.randrange(3, 2000) for _ in range(length)]
+        prompt = [chance.randrange(3, self.vocabulary) for _ in range(length)]
         streamed = chance.random() < 0.5
         body = {
             "model": "m",
@@ -86,7 +86,7 @@ class Clients:
 def server(model: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     words = ["serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     words += ["--max-model-len", "4096", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"]
-    words += ["--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.25", "--skip-tokenizer-init"]
+    words += ["--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.25"]
     words += ["-cc.cudagraph_capture_sizes=[1,2,4,8,16,32,64]", "--no-enable-prefix-caching"]
     environment = {**os.environ, "EXL3_RECEIPT_DIR": str(WORK / "receipts"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("wb") as file:
@@ -119,6 +119,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=180)
     options = parser.parse_args()
+    wait_for(options.model)
+    vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
     port = random.SystemRandom().randrange(20000, 40000)
     log = WORK / "logs" / f"{options.label}.server.log"
     started = time.monotonic()
@@ -127,7 +129,7 @@ def main() -> None:
     try:
         wait_ready(port, process, 200)
         record["ready_s"] = round(time.monotonic() - started, 1)
-        clients = Clients(port, time.monotonic() + options.seconds)
+        clients = Clients(port, time.monotonic() + options.seconds, vocabulary)
         threads = [threading.Thread(target=clients.run, args=(n,), daemon=True) for n in range(options.clients)]
         begun = time.monotonic()
         for thread in threads:
