@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from exl3_vllm import dense_ops, receipt  # noqa: F401  (dense_ops registers the operators)
+from exl3_vllm import receipt
 from exl3_vllm.diagnostics import DIAGNOSTICS, Facts
 from exl3_vllm.errors import CheckpointError, LayoutError, TierError
 from exl3_vllm.experts import Plan
@@ -150,9 +150,6 @@ class Exl3Config(QuantizationConfig):
         matrices, plain = self._names().matrices_of(prefix, self.packed_modules_mapping)
         if matrices:
             self._meet_gpu()
-        if matrices and plain:
-            what = f"fuses the trellis matrix {matrices[0]} with the plain weight {plain[0]}"
-            raise LayoutError(f"layer {prefix}", what, "Convert the model so that both are stored alike")
         if matrices and isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
             raise LayoutError(f"layer {prefix}", "is an embedding stored as a trellis", "Store embeddings as fp16")
         if not matrices:
@@ -160,7 +157,8 @@ class Exl3Config(QuantizationConfig):
         loading = self._loading()
         found = [loading.checkpoint.matrices[name] for name in matrices]
         loading.announce(prefix, found)
-        return Exl3LinearMethod(prefix, found, loading, unseen_width(layer, prefix, self._names()))
+        apart = self._names().plain_sections(prefix, self.packed_modules_mapping) if plain else {}
+        return Exl3LinearMethod(prefix, found, loading, unseen_width(layer, prefix, self._names()), apart)
 
     def _unquantised(self, layer: torch.nn.Module, prefix: str, plain: list[str]) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase):

@@ -31,8 +31,8 @@ def said_exit_code(lines: Iterable[str]) -> tuple[int | None, str | None]:
 
 
 def exit_code(death: Mapping[str, Any]) -> int:
-    """Exit code of the rank: that of a refused checkpoint, vLLM's own where that is one, 128 + n for a signal, else that
-    of a failed service."""
+    """Exit code of the rank: that of a refused checkpoint, vLLM's own where that is one, 128 + n for a signal, else a
+    failed service's."""
     if death["kind"] == "unfit":
         return EXIT_VERIFICATION
     if death.get("signal") and death["process"] in MAIN:

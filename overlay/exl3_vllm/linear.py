@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from exl3_vllm import dense_ops  # noqa: F401  (registers its operator)
 from exl3_vllm.cut import Cut, check_columns, check_rows, share_of_blocks
 from exl3_vllm.errors import CompletenessError, LayoutError
 from exl3_vllm.format import BLOCK, TrellisMatrix
@@ -24,12 +25,11 @@ from exl3_vllm.loading import ModelLoading
 from exl3_vllm.names import ModuleNames
 from exl3_vllm.packed_ops import TABLE_DECIDES, PackedPart, packed_layer
 from exl3_vllm.parts import MatrixPart
+from exl3_vllm.plain_sections import QKV, PlainSections
 
 ShardId = str | int | tuple[int, ...] | None
 
 DTYPES = {"I16": torch.int16, "F16": torch.float16, "I32": torch.int32}
-
-QKV = {"q": 0, "k": 1, "v": 2}
 
 
 def keeps_packed(part: MatrixPart) -> bool:
@@ -120,12 +120,19 @@ class Exl3LinearMethod(LinearMethodBase):
     matrices: the stored matrices that make up the layer, in the order of its output sections.
     loading: the account that this layer reports to.
     uneven: the ranks' shares may differ by a block (see `unseen_width`).
+    plain: output sections that are stored as plain weights, by number, with their names.
     """
 
     def __init__(
-        self, prefix: str, matrices: Sequence[TrellisMatrix], loading: ModelLoading, uneven: bool = False
+        self,
+        prefix: str,
+        matrices: Sequence[TrellisMatrix],
+        loading: ModelLoading,
+        uneven: bool = False,
+        plain: Mapping[int, str] | None = None,
     ) -> None:
         self.prefix = prefix
+        self.plain = PlainSections(prefix, plain or {})
         self.uneven = uneven
         self.matrices = matrices
         self.loading = loading
@@ -145,8 +152,7 @@ class Exl3LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Plan the cuts, and register one empty placeholder per kind of stored tensor for vLLM's loader to find."""
-        count = len(output_ranges(layer))
-        groups = [[number] for number in range(count)] if len(self.matrices) == count else self._spans(count)
+        groups = self._groups(len(output_ranges(layer)))
         for matrix, sections in zip(self.matrices, groups, strict=True):
             self.parts.append(MatrixPart(matrix, cuts_of(layer, matrix, sections, self.uneven)))
         self.groups = groups
@@ -160,6 +166,7 @@ class Exl3LinearMethod(LinearMethodBase):
             placeholder = Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
             placeholder.weight_loader = partial(self._load, layer, kind)
             layer.register_parameter(kind, placeholder)
+        self.plain.create(layer, params_dtype, output_ranges(layer), input_size)
 
     def _take_own_share(self, layer: torch.nn.Module) -> None:
         """Sizes are those of this rank's blocks, not an equal share."""
@@ -174,8 +181,13 @@ class Exl3LinearMethod(LinearMethodBase):
                 next_step = "Choose a tensor parallel size that leaves whole blocks per rank"
                 raise LayoutError(f"matrix {matrix.name}", what, next_step)
 
-    def _spans(self, count: int) -> list[list[int]]:
-        """Sections per matrix when matrices and sections differ in number: one matrix for all, or a leading span."""
+    def _groups(self, count: int) -> list[list[int]]:
+        """The output sections of each matrix: one each, one matrix for all, or a leading span."""
+        if len(self.matrices) + len(self.plain.names) == count:
+            return [[number] for number in range(count) if number not in self.plain.names]
+        if self.plain.names:
+            what = f"fuses the trellis matrix {self.matrices[0].name} with the plain weight {self.plain.first}"
+            raise LayoutError(f"layer {self.prefix}", what, "Convert the model so that both are stored alike")
         if len(self.matrices) == 1:
             return [list(range(count))]
         if len(self.matrices) < count:
@@ -187,7 +199,7 @@ class Exl3LinearMethod(LinearMethodBase):
     def _part(self, shard: ShardId) -> MatrixPart:
         """The part that vLLM's shard id means: "q", a number, a span of numbers, or None for all."""
         if shard is None:
-            wanted = list(range(sum(len(group) for group in self.groups)))
+            wanted = [section for group in self.groups for section in group]
         elif isinstance(shard, tuple):
             wanted = list(shard)
         else:
@@ -217,20 +229,23 @@ class Exl3LinearMethod(LinearMethodBase):
                 what = "is in the checkpoint, and the model's layer has no bias"
                 next_step = "Check that config.json belongs to this checkpoint"
                 raise CompletenessError(f"tensor {part.matrix.name}.bias", what, next_step)
-        for kind in ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1"):
+        self.plain.check_complete()
+        for kind in ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1", "weight"):
             if hasattr(layer, kind):
                 delattr(layer, kind)
         if keeps_packed(self.parts[0]):
             self._keep_packed(layer)
         else:
             layer.weight = Parameter(self._decoded(), requires_grad=False)
+            self.plain.weights = {}
         self.loading.filled(self.prefix, sum(part.trellis_bytes for part in self.parts))
         self.parts = []
 
     def _keep_packed(self, layer: torch.nn.Module) -> None:
         self.packed = [one for part in self.parts for one in part.packed()]
         self.shared_suh = all(torch.equal(one.suh, self.packed[0].suh) for one in self.packed)
-        self.padding = self.outputs - sum(one.columns for one in self.packed)
+        self.padding = self.outputs - self.plain.rows - sum(one.columns for one in self.packed)
+        self.plain.keep(self.groups, [sum(cut.columns for cut in part.cuts) for part in self.parts], self.padding)
         if self.packed[0].trellis.is_cuda:
             from exl3_vllm import gpu
 
@@ -241,10 +256,17 @@ class Exl3LinearMethod(LinearMethodBase):
 
     def _decoded(self) -> torch.Tensor:
         """[outputs, inputs] of this rank; rows of a padded vocabulary are zero."""
-        weight = torch.cat([part.decoded(self.inputs, self.dtype) for part in self.parts])
+        pieces = {
+            group[0]: part.decoded(self.inputs, self.dtype) for group, part in zip(self.groups, self.parts, strict=True)
+        }
+        weight = torch.cat([piece for _, piece in sorted({**pieces, **self.plain.weights}.items())])
         return torch.nn.functional.pad(weight, (0, 0, 0, self.outputs - weight.shape[0]))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.packed:
+            if self.plain.names:
+                y = packed_layer(x, self.packed, self.shared_suh, self.padding, self.reconstruct_rows, None)
+                y = self.plain.join(x, y)
+                return y if bias is None else y + bias.to(y.dtype)
             return packed_layer(x, self.packed, self.shared_suh, self.padding, self.reconstruct_rows, bias)
         return torch.ops.exl3.dense_linear(x, layer.weight, bias)

@@ -63,6 +63,13 @@ class ModuleNames:
                 return trellis, plain
         return [], []
 
+    def plain_sections(self, prefix: str, packed: Mapping[str, Iterable[str]]) -> dict[int, str]:
+        """The sections of the fused layer `prefix` that are stored plain, by number, with their names."""
+        for names in self.candidates(prefix, packed):
+            if any(name in self._matrices for name in names):
+                return {number: name for number, name in enumerate(names) if name in self._plain}
+        return {}
+
     def any_below(self, prefix: str) -> bool:
         """Whether a trellis matrix lies at or below the module that vLLM calls `prefix`."""
         return any(f"{name}.".startswith(f"{prefix}.") for name in self._matrices)
