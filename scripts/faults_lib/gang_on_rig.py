@@ -31,7 +31,7 @@ from exl3kit.progress import Progress
 REPO = Path(__file__).resolve().parents[2]
 RECIPE, NODES = "demo-tp2", "node1,node2"
 SMALL = Path(__file__).with_name("small_engine.py")
-SMALL_DIR = "/root/small-engine"
+LAID_DIR = "/root/exl3-faults"
 STALL_S = 8
 PORT = 8000
 OWN = "python3 -m exl3_vllm.rank -- "  # of guard and supervisor
@@ -62,18 +62,22 @@ def stat(pid: int) -> tuple[str, str] | None:
     return None
 
 
-def small(rank: Rank) -> Rank:
-    """The rank with the small engine in vLLM's place, and no pause between starts that were short."""
-    argv = ("python3", "/model/small_engine.py", *rank.argv[1:])
+def laid_over(rank: Rank, engine: str) -> Rank:
+    """The rank under this checkout's supervisor, in whatever image; `small`: with the small engine in vLLM's place.
+
+    The folder that stands for the model holds all that this needs. No pause between starts that were short.
+    """
+    argv = ("python3", "/model/small_engine.py", *rank.argv[1:]) if engine == "small" else rank.argv
     env = {**rank.env, "EXL3_STEADY_S": "0", "PYTHONPATH": "/model/overlay"}
-    return replace(rank, argv=argv, env=env, model_dir=SMALL_DIR)
+    return replace(rank, argv=argv, env=env, model_dir=LAID_DIR)
 
 
 class GangOnRig:
     """The deployment `demo-tp2` on node1 and node2: vLLM itself, or the small engine in its place."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, *, over: bool = False) -> None:
         self.engine = engine
+        self.over = over or engine == "small"  # an image that is there, with this checkout's overlay laid over its own
         self.state = State(default_state_dir())
         found = rig.load(self.state)
         if found is None:
@@ -86,21 +90,18 @@ class GangOnRig:
     # Start and end ---------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start the gang; returns when it serves.
-
-        The small engine runs in whatever image of the kit both hosts have, under the supervisor of this checkout.
-        """
+        """Start the gang; returns when it serves."""
         with open_nodes(NODES) as nodes:
             ground = serve.survey(recipes.load(RECIPE, SETTINGS), nodes)
             planned = ground.plan(serve.new_generation())
-            image = self.common_image() if self.engine == "small" else None
+            image = self.common_image() if self.over else None
             if image is None:
                 serve.prepare(ground, Progress(Console(file=io.StringIO())))
             containers.take_down(nodes, RECIPE)
             ranks = planned.ranks
-            if self.engine == "small":
-                self.put_small_engine()
-                ranks = tuple(small(rank) for rank in ranks)
+            if self.over:
+                self.lay()
+                ranks = tuple(laid_over(rank, self.engine) for rank in ranks)
             serve.start(ground, replace(planned, image=image or planned.image, ranks=ranks), None)
         self.wait_serving(0)
 
@@ -113,14 +114,16 @@ class GangOnRig:
     def down(self) -> subprocess.CompletedProcess[str]:
         return self.kit("down", RECIPE, "--nodes", NODES)
 
-    def put_small_engine(self) -> None:
-        """Lay the engine, in the place of a model, and this checkout's overlay on every host."""
+    def lay(self) -> None:
+        """Put the demo's model, the small engine and this checkout's overlay on every host."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
             archive.add(SMALL, "small_engine.py")
+            for path in sorted((REPO / "models" / "demo-dense").iterdir()):
+                archive.add(path, path.name)
             for path in sorted((REPO / "overlay" / "exl3_vllm").glob("*.py")):
                 archive.add(path, f"overlay/exl3_vllm/{path.name}")
-        unpack = f"rm -rf {SMALL_DIR} && mkdir -p {SMALL_DIR} && cd {SMALL_DIR} && echo '{{}}' > config.json && "
+        unpack = f"rm -rf {LAID_DIR} && mkdir -p {LAID_DIR} && cd {LAID_DIR} && "
         unpack += "tar --extract --no-same-owner && chmod 755 /root && chmod -R a+rX ."
         for name in self.nodes:
             line = node.command(self.nodes[name], self.options, ["sh", "-c", unpack])
