@@ -7,6 +7,7 @@ only one rig at a time. When the session ends, the rig is taken down and must ha
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))  # for rig_lib
 
-from rig_hosts import TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, room, traces
+from rig_hosts import REPOSITORY, TINY_IMAGE, Rig, import_tiny, rig_script, rig_status, room, traces
 
 
 def need_root() -> None:
@@ -55,6 +56,19 @@ def no_rig() -> Iterator[None]:
         yield
     finally:
         rig_script("down")
+
+
+@pytest.fixture(scope="session")
+def specimen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small kernel library for this machine's hosts, with the symbols of the real one, for both Blackwell targets."""
+    folder = tmp_path_factory.mktemp("kernels")
+    build = [sys.executable, str(REPOSITORY / "overlay/csrc/build.py")]
+    tools = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exl3kit/toolchain/cuda-13.0"
+    lock = REPOSITORY / "locks/cuda-13.0-toolchain.json"
+    subprocess.run([*build, "toolchain", "--lock", lock, "--into", tools], check=True)
+    words = ["library", "--source", REPOSITORY / "tests/specimen", "--toolchain", tools, "--no-torch"]
+    subprocess.run([*build, *words, "--cache", folder / "cache", "--out", folder / "x.so"], check=True)
+    return folder / "x.so"
 
 
 @pytest.fixture(scope="session")

@@ -49,27 +49,15 @@ def gb10(no_rig: None, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return rig
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The specimen library for this machine's hosts."""
-    folder = tmp_path_factory.mktemp("kernels")
-    build = [sys.executable, str(REPOSITORY / "overlay/csrc/build.py")]
-    lock = REPOSITORY / "locks/cuda-13.0-toolchain.json"
-    subprocess.run([*build, "toolchain", "--lock", lock, "--into", folder / "tools"], check=True)
-    words = ["library", "--source", REPOSITORY / "tests/specimen", "--toolchain", folder / "tools", "--no-torch"]
-    subprocess.run([*build, *words, "--cache", folder / "cache", "--out", folder / "x.so"], check=True)
-    return (folder / "x.so").read_bytes()
-
-
 @pytest.fixture
-def image(gb10: Rig, library: bytes) -> Callable[[str], None]:
+def image(gb10: Rig, specimen: Path) -> Callable[[str], None]:
     """Gives node1 an image with the specimen library and a Python that prints ``answer``."""
 
     def make(answer: str) -> None:
         buffer = io.BytesIO(tiny_root(gb10.status["template"]))
         with tarfile.open(fileobj=buffer, mode="a") as archive:
             for name, content, mode in (
-                (LIBRARY, library, 0o644),
+                (LIBRARY, specimen.read_bytes(), 0o644),
                 ("/bin/python", MOCK_PYTHON_OF_A_GB10.format(answer=answer).encode(), 0o755),
             ):
                 member = tarfile.TarInfo(name.lstrip("/"))

@@ -19,18 +19,6 @@ IMAGE = "exl3kit-test-kernels:1"
 Report = Callable[[str], tuple[int, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The specimen library for this machine's hosts."""
-    folder = tmp_path_factory.mktemp("kernels")
-    build = [sys.executable, str(REPOSITORY / "overlay/csrc/build.py")]
-    lock = REPOSITORY / "locks/cuda-13.0-toolchain.json"
-    subprocess.run([*build, "toolchain", "--lock", lock, "--into", folder / "tools"], check=True)
-    words = ["library", "--source", REPOSITORY / "tests/specimen", "--toolchain", folder / "tools", "--no-torch"]
-    subprocess.run([*build, *words, "--cache", folder / "cache", "--out", folder / "x.so"], check=True)
-    return folder / "x.so"
-
-
 @pytest.fixture
 def imported(rig: Rig) -> Iterator[Callable[..., None]]:
     """Makes the image on node1 with a library in it, or without, labelled or not; removed after the test."""
@@ -64,19 +52,19 @@ def verify(rig: Rig) -> Report:
 
 
 def test_the_library_in_an_image_is_verified_and_nothing_is_left(
-    rig: Rig, library: Path, imported: Callable[..., None], verify: Report
+    rig: Rig, specimen: Path, imported: Callable[..., None], verify: Report
 ) -> None:
     before = rig.docker("node1", "ps", "--all", "--quiet").stdout
-    imported(library.read_bytes())
+    imported(specimen.read_bytes())
     code, report = verify(IMAGE)
     assert (code, report["errors"], report["file"]) == (0, [], IMAGE)
     assert rig.docker("node1", "ps", "--all", "--quiet").stdout == before
 
 
 def test_a_stripped_library_in_an_image_fails(
-    library: Path, imported: Callable[..., None], verify: Report, tmp_path: Path
+    specimen: Path, imported: Callable[..., None], verify: Report, tmp_path: Path
 ) -> None:
-    subprocess.run(["strip", "-o", tmp_path / "stripped.so", library], check=True)
+    subprocess.run(["strip", "-o", tmp_path / "stripped.so", specimen], check=True)
     imported((tmp_path / "stripped.so").read_bytes())
     code, report = verify(IMAGE)
     assert code == 5 and report["errors"][0].startswith("no symbol table")
@@ -117,27 +105,27 @@ def with_gpu(rig: Rig) -> Iterator[Callable[[str, str], None]]:
     rig.exec("node1", "rm", "-f", path)
 
 
-def verify_on_node(rig: Rig, library: Path) -> tuple[int, str]:
-    argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", str(library), "--nodes", "node1"]
+def verify_on_node(rig: Rig, specimen: Path) -> tuple[int, str]:
+    argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", str(specimen), "--nodes", "node1"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=rig.env)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_node_whose_gpu_the_library_has_code_for_passes(
-    rig: Rig, library: Path, with_gpu: Callable[[str, str], None]
+    rig: Rig, specimen: Path, with_gpu: Callable[[str, str], None]
 ) -> None:
     with_gpu("GB10", "12.1")
-    code, said = verify_on_node(rig, library)
+    code, said = verify_on_node(rig, specimen)
     assert code == 0 and "node node1: NVIDIA GB10 (12.1)" in said
 
 
-def test_a_node_with_another_gpu_is_named(rig: Rig, library: Path, with_gpu: Callable[[str, str], None]) -> None:
+def test_a_node_with_another_gpu_is_named(rig: Rig, specimen: Path, with_gpu: Callable[[str, str], None]) -> None:
     with_gpu("H200", "9.0")
-    code, said = verify_on_node(rig, library)
+    code, said = verify_on_node(rig, specimen)
     assert code == 5
     assert "node node1: NVIDIA H200 has compute capability 9.0, and the library has machine code for 12.0, 12.1" in said
 
 
-def test_a_node_without_a_driver_is_named(rig: Rig, library: Path) -> None:
-    code, said = verify_on_node(rig, library)
+def test_a_node_without_a_driver_is_named(rig: Rig, specimen: Path) -> None:
+    code, said = verify_on_node(rig, specimen)
     assert code == 5 and "node node1: has no NVIDIA GPU that its driver knows of (nvidia-smi: " in said
