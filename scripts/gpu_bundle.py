@@ -143,6 +143,8 @@ def lay_out(wheels: Path, site: Path) -> None:
     if text.count(BEFORE) != 1:
         raise BundleError(f"{WRAPPER} of this wheel is not the known one")
     (site / WRAPPER).write_text(text.replace(BEFORE, AFTER))
+    for path in site.glob("*.dist-info/direct_url.json"):
+        path.unlink()  # names a folder of this machine
     for name in ("mistral_common/data", "bin"):
         shutil.rmtree(site / name, ignore_errors=True)
 

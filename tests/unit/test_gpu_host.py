@@ -1,4 +1,4 @@
-"""The parts of scripts/gpu that need no GPU: who waits for whom, what a batch names, what is cut out of vLLM's wheel."""
+"""What of scripts/gpu needs no GPU: who waits for whom, what a batch names, what is cut out of vLLM's wheel."""
 
 from __future__ import annotations
 
