@@ -114,16 +114,23 @@ class Tree:
         """Read the tree anew."""
         found = descendants(os.getpid())
         self.seen = [one for one in found if one.state != "Z"]
+        commands = {one.pid: command_line(one.pid) for one in self.seen}
         for one in self.seen:  # every time: a worker is titled twice, by its kind and later by its place
-            name = process_name(command_line(one.pid), is_main=one.pid == self.main, head=self.head)
+            if one.pid == self.main:
+                continue
+            # A child that a worker forks (to compile, to run a program) bears its title until it has one of its own.
+            borrowed = commands[one.pid] == commands.get(one.parent)
+            name = None if borrowed else process_name(commands[one.pid], is_main=False, head=self.head)
             if name is not None:
                 self.named[one.pid] = (name, one.started)
+            elif one.pid in self.named and commands[one.pid]:
+                del self.named[one.pid]
         stopped = {one.pid for one in self.seen if one.state == "T"}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
 
     def note_end(self, pid: int) -> None:
         """Called at once when `pid` has ended: its status can be read until its parent collects it."""
-        if pid not in self.ended:
+        if pid in self.named and pid not in self.ended:
             left = read_process(pid)
             self.ended[pid] = left.exit_status if left is not None and left.state == "Z" else None
 

@@ -75,6 +75,33 @@ def test_a_stopped_process_is_found_in_a_real_tree() -> None:
     assert tree.has_lost() and tree.stopped(99.0) is None
 
 
+def test_a_child_that_a_worker_forks_may_end() -> None:
+    """Given a titled worker that forks a helper, then the helper bears its title, and its end ends nothing."""
+    program = "import os, time\nif os.fork() == 0: time.sleep(600)\ntime.sleep(600)"
+    worker = subprocess.Popen(["VLLM::Worker_TP0", "-c", program], executable=sys.executable)
+    main = subprocess.Popen(["sleep", "600"])
+    tree = watch.Tree(main=main.pid, head=False)
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
+    helper = 0
+    try:
+        deadline = time.monotonic() + 20
+        while not children.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        helper = int(children.read_text())
+        tree.look(0.0)
+        assert {name for name, _ in tree.named.values()} == {"launcher", "worker TP0"}
+        os.kill(helper, signal.SIGKILL)
+        time.sleep(0.1)
+        tree.look(1.0)
+        assert not tree.has_lost()
+    finally:
+        for one in (worker, main):
+            one.kill()
+            one.wait()
+    tree.look(2.0)
+    assert tree.has_lost()
+
+
 METRICS = """# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="a b"} 2.0
 vllm:num_requests_waiting{engine="0"} 1.0
