@@ -154,7 +154,9 @@ def _aliases(library: Path) -> list[Path]:
     """Links beside a library that lead to it, such as its soname."""
     if not library.exists():
         return []
-    return [path for path in library.parent.iterdir() if path.is_symlink() and path.resolve() == library]
+    stem = library.name.partition(".so")[0]
+    alike = (path for path in library.parent.iterdir() if path.name.startswith(stem))  # of thousands
+    return [path for path in alike if path.is_symlink() and path.resolve() == library]
 
 
 def _loader_of(interpreter: Path) -> Path:

@@ -41,14 +41,14 @@ def test_a_full_disk_refuses_the_image_and_keeps_nothing_of_it(no_rig: None, mon
         free = target.free_bytes()
 
         # when it is copied as usual
-        with pytest.raises(KitError, match="are free") as refused:
+        with pytest.raises(KitError, match="GB are missing") as refused:
             transfer.spread(source, [target], built, progress=progress)
         # then the room is missed before anything is sent
         assert (refused.value.code, refused.value.where) == (ExitCode.PREFLIGHT, "node node2")
 
         # when the room vanishes after that check
         with pytest.raises(KitError, match="broke off") as broken:
-            transfer.copy(source, target, built, progress, threading.Event())
+            transfer.copy(source, target, built, 0, progress, threading.Event())
         # then
         assert "no space left on device" in str(broken.value.why) and broken.value.code == ExitCode.BUILD
         assert built_image.find(target, STAMP) is None

@@ -1,0 +1,163 @@
+"""The programs that copy an image between nodes, on a store laid out as an engine's: every byte, from any byte on."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import random
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from exl3kit.aboard import layer_loader, layer_server
+from exl3kit.fabric_copy import program
+
+IMAGE = "a" * 64
+
+
+def layer_tar(seed: int) -> bytes:
+    """A layer with a folder, links, an empty file, a long name and files of many sizes."""
+    noise, buffer = random.Random(seed), io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        folder = tarfile.TarInfo("d")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        link = tarfile.TarInfo("d/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "file1"
+        archive.addfile(link)
+        for size in (0, 1, 511, 512, 513, 70_000, 300_000):
+            entry = tarfile.TarInfo(f"d/{'long' * 40}-{size}" if size == 513 else f"d/file{size}")
+            entry.size = size
+            archive.addfile(entry, io.BytesIO(noise.randbytes(size)))
+    return buffer.getvalue()
+
+
+def lay_out(store: Path, tar: bytes, chain: str, name: str) -> None:
+    """A layer as an engine keeps it: its files, and a record with everything else of the tar."""
+    record = store / "image/overlay2/layerdb/sha256" / chain.removeprefix("sha256:")
+    record.mkdir(parents=True)
+    (record / "cache-id").write_text(name)
+    files = store / "overlay2" / name / "diff"
+    lines, end = [], 0
+
+    def segment(raw: bytes) -> None:
+        if raw:
+            lines.append({"type": 2, "payload": base64.b64encode(raw).decode()})
+
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        for entry in archive:
+            segment(tar[end : entry.offset_data])
+            end = entry.offset_data
+            if entry.isreg():
+                (files / entry.name).parent.mkdir(parents=True, exist_ok=True)
+                content = tar[end : end + entry.size]
+                (files / entry.name).write_bytes(content)
+                lines.append({"type": 1, "name": entry.name, "size": entry.size})
+                end += entry.size
+            else:
+                lines.append({"type": 1, "name": entry.name})
+    segment(tar[end:])
+    with gzip.open(record / "tar-split.json.gz", "wt") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Two layers, one on the other, in a store."""
+    made = [layer_tar(1), layer_tar(2)]
+    digests = [f"sha256:{hashlib.sha256(tar).hexdigest()}" for tar in made]
+    upper = f"sha256:{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
+    for tar, chain, name in zip(made, (digests[0], upper), ("lower", "upper"), strict=True):
+        lay_out(tmp_path, tar, chain, name)
+    config = tmp_path / "image/overlay2/imagedb/content/sha256"
+    config.mkdir(parents=True)
+    (config / IMAGE).write_text(json.dumps({"rootfs": {"diff_ids": digests}}))
+    monkeypatch.setattr(layer_server, "STORE", tmp_path)
+    monkeypatch.setattr(layer_server, "DRIVER", tmp_path / "overlay2")
+    monkeypatch.setattr(layer_server, "toolbox", lambda modules: b"")  # here it would hold all that pytest imports
+    return made
+
+
+@pytest.fixture
+def source(tars: list[bytes]) -> Iterator[layer_loader.Source]:
+    server = layer_server.Server("127.0.0.1", IMAGE, ["json"])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield layer_loader.Source("127.0.0.1", server.server_address[1], server.token)
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_layer_is_the_tar_that_it_came_from(source: layer_loader.Source, tars: list[bytes]) -> None:
+    assert json.loads(source.read("sizes")) == [len(tar) for tar in tars]
+    for number, tar in enumerate(tars):
+        assert source.read(f"layer/{number}") == tar
+
+
+def test_a_layer_can_be_had_from_any_byte_on(source: layer_loader.Source, tars: list[bytes]) -> None:
+    for start in (1, 511, 512, 1536, 3000, 80_000, len(tars[0]) - 1):
+        assert b"".join(source.stream("layer/0", start)) == tars[0][start:]
+
+
+def test_another_token_gets_nothing(source: layer_loader.Source) -> None:
+    stranger = layer_loader.Source(source._host, source._port, "0" * 32)
+    with pytest.raises(layer_loader.LinkError, match="404"):
+        stranger.read("config")
+
+
+def test_a_layer_whose_files_were_cut_is_not_served_whole(
+    source: layer_loader.Source, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a file of the engine's store that somebody shortened
+    monkeypatch.setattr(layer_loader, "SILENT_SECONDS", 1.0)
+    (tmp_path / "overlay2/lower/diff/d/file70000").write_bytes(b"short")
+    # then the loader does not take what comes for the layer
+    with pytest.raises(layer_loader.LinkError):
+        source.read("layer/0")
+
+
+def test_what_is_kept_of_a_layer_is_not_fetched_again(
+    source: layer_loader.Source, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given most of a layer in the volume
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
+    monkeypatch.setattr(layer_loader, "INCOMING", incoming)
+    (incoming / "digest").write_bytes(tars[0][:300_000])
+    (incoming / "old").write_bytes(b"of another image")
+    # when
+    layer_loader.forget({"digest"})
+    with layer_loader.kept("digest") as file:
+        got = b"".join(bytes(piece) for piece in layer_loader.whole(file, source, 0))
+    # then
+    assert got == tars[0] and source.fetched == len(tars[0]) - 300_000
+    assert [path.name for path in incoming.iterdir()] == ["digest"]
+    assert (incoming / "digest").read_bytes() == tars[0]
+
+
+def test_the_toolbox_has_an_interpreter_with_what_the_loader_imports() -> None:
+    # when
+    code = "import sys; sys.stdout.buffer.write(toolbox(sys.argv[1].split(',')))"
+    text = program("layer_server").partition("if __name__ ==")[0] + code
+    argv = [sys.executable, "-I", "-c", text, ",".join(layer_loader.MODULES)]
+    packed = subprocess.run(argv, capture_output=True, check=True).stdout
+    # then
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("/encodings/idna.py") for name in names)
+    assert any(name.endswith("/http/client.py") for name in names)
+    assert any(Path(name).name == Path(sys.executable).resolve().name for name in names)
+    assert len(packed) < 20_000_000
+
+
+def test_the_programs_are_handed_over_as_their_own_text() -> None:
+    for name in ("layer_server", "layer_loader"):
+        compile(program(name), name, "exec")
+        assert "exl3kit" not in program(name).split('"""', 2)[2]
