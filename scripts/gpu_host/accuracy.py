@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import WORK, generate, open_engine, say
+from on_gpu import WORK, generate, open_engine, say
 
 LENGTHS = (20, 150, 300, 41)  # the third passes the crossover to reconstruct, and the experts' cap
 TOKENS = 24

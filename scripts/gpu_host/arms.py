@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import STARTED, WORK, alone, generate, loading_of, open_engine, say, wait_for
+from on_gpu import STARTED, WORK, alone, generate, loading_of, open_engine, say, wait_for
 
 PREFILL = ((1, 512), (1, 2048), (4, 2048), (1, 8192))
 DECODE = (1, 8, 32)

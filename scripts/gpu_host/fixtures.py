@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from accuracy import relative, rows_of
-from engines import generate, open_engine, say
+from on_gpu import generate, open_engine, say
 
 LIMIT = 2e-3
 """Relative L2 of all logits. Upstream's own two paths differ by 1e-3, and attention here multiplies in tf32."""

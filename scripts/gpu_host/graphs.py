@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import generate, open_engine, say
+from on_gpu import generate, open_engine, say
 
 
 def kernels_of(llm: Any, length: int, tokens: int) -> Counter[str]:

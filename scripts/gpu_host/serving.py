@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import WORK, say, wait_for
+from on_gpu import WORK, say, wait_for
 
 
 class Clients:

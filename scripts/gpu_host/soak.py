@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import open_engine, sampling, say
+from on_gpu import open_engine, sampling, say
 
 
 def main() -> None:

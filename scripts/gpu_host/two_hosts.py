@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import WORK, say, wait_for
+from on_gpu import WORK, say, wait_for
 
 TOKENS = 300  # of a prompt: more than the cap of 128, so that it is a prefill of the experts
 

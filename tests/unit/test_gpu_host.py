@@ -48,7 +48,7 @@ def sleeps(seconds):
 
 TURN = '''
 import sys, time
-from engines import alone
+from on_gpu import alone
 with alone(sys.argv[1]):
     begin = time.time()
     time.sleep(0.4)
@@ -72,7 +72,7 @@ def test_timed_jobs_take_turns_once_it_is_quiet_and_nothing_stops_the_others(tmp
     """Given one job that fails and one that hangs, then the timed ones ran apart, after the quiet one; all is kept."""
     host = tmp_path / "pack" / "gpu_host"
     host.mkdir(parents=True)
-    for name in ("run.py", "engines.py"):
+    for name in ("run.py", "on_gpu.py"):
         (host / name).write_text((HOST / name).read_text())
     (host / "batches.py").write_text(JOBS)
     library = tmp_path / "pack/overlay/exl3_vllm/exl3_kernels.abi3.so"

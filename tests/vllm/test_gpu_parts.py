@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from exl3_vllm import arena, gpu, gpu_dense, kernels, plans
+from engines import REPO
+from exl3_vllm import arena, expert_loops, gpu, gpu_dense, kernels, plans
 from exl3_vllm.arena import Arena, carve
 from exl3_vllm.errors import LayoutError, SettingError, TierError
+from exl3_vllm.format import Checkpoint
 from exl3_vllm.gpu import Limits
 from exl3_vllm.gpu_dense import Dispatch
 from exl3_vllm.plans import Gpu
 from exl3_vllm.tiers import Resolution
+from safetensors import safe_open
+
+sys.path.append(str(REPO / "scripts" / "gpu_host"))
+
+import accuracy
+import arms
+
+import models as gpu_models
 
 CPU = torch.device("cpu")
 HOPPER, SPARK = Gpu((9, 0), 132), Gpu((12, 1), 48)
@@ -139,3 +151,61 @@ def test_one_launch_takes_any_graph_and_half_bits_take_no_kernel_tier() -> None:
     gpu.require_runnable(Resolution("grouped", "sorted", "shared_suh_absent"), 128, loading)
     with pytest.raises(TierError, match=r"tier kernel: takes whole bits .* has 2\.5"):
         gpu.require_runnable(Resolution("kernel", "kernel", "kernel_ok"), 128, loading)
+
+
+def test_fat_experts_are_found_and_sorted_alike() -> None:
+    """Given routes to 6 experts, some of another rank (-1), then both ways give each expert the same rows."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(7, generator=generator)[:3] - 1 for _ in range(40)]).to(torch.int32)
+    weights = torch.rand(ids.shape, generator=generator)
+    fat = [1, 3, 4]
+    for found, ordered in zip(
+        expert_loops._indexed(ids, weights, fat), expert_loops._sorted(ids, weights, fat), strict=True
+    ):
+        assert found[0] == ordered[0]
+        rows = [sorted(zip(tokens.tolist(), routed.tolist(), strict=True)) for _, tokens, routed in (found, ordered)]
+        assert rows[0] == rows[1] and len(rows[0]) == int((ids == found[0]).sum())
+
+
+def test_time_of_kernels_side_by_side_counts_once_and_each_has_its_kind() -> None:
+    assert arms.covered([(0, 4), (1, 2), (3, 6), (10, 11)]) == 7
+    names = {
+        "void exl3::trellis_gemm<8, 1, (exl3::Tile)2>(exl3::GemmParams)": "exl3 products",
+        "void exl3::reconstruct<10, 1, false>(unsigned char const*)": "exl3 reconstruct",
+        "exl3::(anonymous namespace)::rotate(exl3::RotateParams)": "exl3 rotations, sums, routing",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90": "attention",
+        "nvjet_sm90_hss_256x128_64x4_1x2_h_bz_coopA_NNT": "cuBLAS",
+        "fused_moe_kernel": "Triton fused_moe",
+        "triton_red_fused_2": "other",
+    }
+    assert {name: arms.kind_of(name) for name in names} == names
+
+
+def test_a_position_beyond_rounding_counts_as_an_outlier() -> None:
+    spread = accuracy.spread([np.array([1e-4, 2e-4, 5e-2]), np.array([3e-4])])
+    assert spread["outliers"] == 1 and spread["most_but_outliers"] == 3e-4 and spread["positions"] == 4
+    wanted = np.array([[3.0, 4.0]], np.float32)
+    assert accuracy.each(wanted * 1.01, wanted) == pytest.approx([0.01], rel=1e-4)
+
+
+@pytest.mark.parametrize("suh", ["own", "pair", "layer"])
+def test_checkpoints_of_a_gpu_host_are_read_by_the_plugin(
+    suh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the host's GPU played by the CPU, then the files are whole, and exactly the wanted scales are equal."""
+    for name in ("empty", "rand", "randn", "randint", "ones"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, _made=made, **k: _made(*a, **{**k, "device": "cpu"}))
+    small = {**gpu_models.MODELS["tiny-moe"].config, "num_hidden_layers": 1, "num_experts": 3}
+    monkeypatch.setitem(gpu_models.MODELS, "small", gpu_models.Model(small, (8,), "mcg", suh))
+    gpu_models.make("small", tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert len(checkpoint.matrices) == 4 + 3 * 3 + 1
+    scales = {}
+    for name, matrix in checkpoint.matrices.items():
+        if name.endswith(("gate_proj", "up_proj")):
+            entry = matrix.tensors["suh"]
+            with safe_open(entry.file, framework="pt") as file:
+                scales[name] = file.get_tensor(entry.name)
+    different = {tuple(scale.tolist()) for scale in scales.values()}
+    assert len(different) == {"own": 6, "pair": 3, "layer": 1}[suh]
