@@ -1,4 +1,4 @@
-"""vLLM 0.33.0 small enough to carry (42 MB) to a Hopper host that has torch 2.11, CUDA 13.0 and Python 3.12.
+"""vLLM 0.33.0 small enough to carry (43 MB) to a Hopper host that has torch 2.11, CUDA 13.0 and Python 3.12.
 
 The wheel's libraries are mostly machine code for other GPUs. Every entry of their fat binaries that is not for sm_90
 becomes zeros, which compress to nothing; of FlashAttention 3 the kernels for bf16 and heads of 128 stay. So Marlin and

@@ -60,7 +60,7 @@ def command(rank: int, model: Path, ports: dict[str, int]) -> list[str]:
         "mp",
     ]
     words += ["--max-model-len", "1024", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
-    words += ["--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.1"]
+    words += ["--kv-cache-memory-bytes", str(1 << 28), "--gpu-memory-utilization", "0.02"]
     words += ["-cc.cudagraph_capture_sizes=[1,2,4,8]", "--disable-custom-all-reduce", "--no-enable-prefix-caching"]
     place = ["--host", "127.0.0.1", "--port", str(ports["api"])] if rank == 0 else ["--headless"]
     return [sys.executable, "-m", "exl3_vllm.rank", "--", *words, *place]

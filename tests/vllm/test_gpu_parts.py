@@ -153,6 +153,14 @@ def test_one_launch_takes_any_graph_and_half_bits_take_no_kernel_tier() -> None:
         gpu.require_runnable(Resolution("kernel", "kernel", "kernel_ok"), 128, loading)
 
 
+def test_a_receipt_says_what_the_gpu_chose(hopper: None) -> None:
+    layers = [types.SimpleNamespace(stacked=types.SimpleNamespace(suh=suh)) for suh in (torch.ones(1), None, None)]
+    loading: Any = types.SimpleNamespace(packed_experts=layers, limits=Limits(8192, 0, "NONE"))
+    gpu.begin(True, loading.limits)
+    wanted = {"dense_table": "built in, measured on an H200", "graphs": "NONE", "one_suh_layers": 1}
+    assert gpu.account(loading) == wanted
+
+
 def test_fat_experts_are_found_and_sorted_alike() -> None:
     """Given routes to 6 experts, some of another rank (-1), then both ways give each expert the same rows."""
     generator = torch.Generator().manual_seed(2)
