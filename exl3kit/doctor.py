@@ -91,6 +91,9 @@ def preflight(
     placement = [rank.node for rank in deployment.ranks]
     found = checks.examine(places, need_of(recipe, placement, deployment))
     found += memory(recipe, weights, places, placement)
+    if not deployment.bridge:
+        blocked = [one for one in reach.measure(nodes, places, seconds=0) if one.rate is None]
+        found += checks.reach(blocked, {one.name: one for one in places}, Need(several=True))
     refused = [one for one in found if one.level == "refuse" and not (force and one.check == MEMORY)]
     refuse(refused)
     told = [sentence(one) for one in found if one.level == "warn"]

@@ -21,29 +21,32 @@ FIRST_PORT = 47100  # the probe knows what is taken
 
 # Address, port. Prints the bytes of one connection.
 SINK = """
-use IO::Socket::INET; $SIG{ALRM} = sub { print "nobody came\\n"; exit 1 }; alarm 8;
+use IO::Socket::INET; $SIG{ALRM} = sub { print "nobody came\\n"; exit 1 }; alarm 12;
 $l = IO::Socket::INET->new(LocalAddr => $ARGV[0], LocalPort => $ARGV[1], Listen => 1, ReuseAddr => 1) or die "$!\\n";
 $c = $l->accept; while ($n = sysread($c, $b, 1 << 20)) { $all += $n } print $all + 0;
 """
-# Address, port, seconds. The other end may need a moment until it listens.
+# Address, port, seconds; 0 sends one block. The other end may need a moment until it listens.
 SOURCE = """
-use IO::Socket::INET; $SIG{PIPE} = 'IGNORE'; $b = "\\0" x (1 << 20); $end = time + 3;
+use IO::Socket::INET; $SIG{PIPE} = 'IGNORE'; $b = "\\0" x (1 << 20); $end = time + 6;
 until ($c = IO::Socket::INET->new(PeerAddr => $ARGV[0], PeerPort => $ARGV[1], Timeout => 3)) {
     $why = "$!"; die "$why\\n" if time > $end; select undef, undef, undef, 0.05 }
-$SIG{ALRM} = sub { exit 0 }; alarm $ARGV[2]; while (1) { syswrite($c, $b) or exit 0 }
+$SIG{ALRM} = sub { exit 0 }; alarm $ARGV[2]; do { syswrite($c, $b) or exit 0 } while $ARGV[2];
 """
 
 
-def measure(nodes: Sequence[Node], places: Sequence[Place]) -> list[Reached]:
-    """Both ways between the first node and each other one, one after the other, so that no stream disturbs another."""
+def measure(nodes: Sequence[Node], places: Sequence[Place], *, seconds: int = SECONDS) -> list[Reached]:
+    """Both ways between the first node and each other one, one after the other, so that no stream disturbs another.
+
+    With 0 seconds one block is sent, which shows that they reach each other, and says nothing of the rate.
+    """
     found = []
     for node, place in zip(nodes[1:], places[1:], strict=True):
-        found.append(stream(nodes[0], node, places[0], place))
-        found.append(stream(node, nodes[0], place, places[0]))
+        found.append(stream(nodes[0], node, places[0], place, seconds))
+        found.append(stream(node, nodes[0], place, places[0], seconds))
     return found
 
 
-def stream(source: Node, target: Node, sender: Place, receiver: Place) -> Reached:
+def stream(source: Node, target: Node, sender: Place, receiver: Place, seconds: int) -> Reached:
     """One stream from `source` to the address of `target`."""
     if sender.probe.machine == receiver.probe.machine and sender.address == receiver.address:
         return Reached(sender.name, receiver.name, None, "not measured: both names lead to one machine")
@@ -53,8 +56,8 @@ def stream(source: Node, target: Node, sender: Place, receiver: Place) -> Reache
     port = next(port for port in range(FIRST_PORT, 65536) if port not in receiver.probe.listening)
     words = [receiver.address, str(port)]
     with ThreadPoolExecutor(2) as pool:
-        heard = pool.submit(target.run, ["perl", "-e", SINK, *words], timeout=15)
-        sent = pool.submit(source.run, ["perl", "-e", SOURCE, *words, str(SECONDS)], timeout=15)
+        heard = pool.submit(target.run, ["perl", "-e", SINK, *words], timeout=20)
+        sent = pool.submit(source.run, ["perl", "-e", SOURCE, *words, str(seconds)], timeout=20)
         try:
             got, put = heard.result(), sent.result()
         except KitError as error:
@@ -63,4 +66,4 @@ def stream(source: Node, target: Node, sender: Place, receiver: Place) -> Reache
         return Reached(sender.name, receiver.name, None, f"{receiver.address}: {put.stderr.strip() or 'no connection'}")
     if not got.stdout.strip().isdecimal():
         return Reached(sender.name, receiver.name, None, (got.stdout or got.stderr).strip() or "nothing arrived")
-    return Reached(sender.name, receiver.name, int(got.stdout) / SECONDS)
+    return Reached(sender.name, receiver.name, int(got.stdout) / max(seconds, 1))

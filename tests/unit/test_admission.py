@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from spark_nodes import Spark, node_facts, place
 
-from exl3kit import admission, checks, deployment, doctor, recipes, weights
+from exl3kit import admission, checks, deployment, doctor, reach, recipes, weights
 from exl3kit.admission import GIB, MIB, RankPlan, Room, Sizes
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.recipe import Recipe
@@ -176,6 +176,7 @@ def test_case_19_up_refuses_before_anything_is_changed_and_force_says_what_it_ri
     """Given a Spark of which half is taken, then preflight refuses with the number that fits; --force only warns."""
     asked = recipe(tmp_path)
     facts = {f"spark{n}": node_facts(Spark(number=n, available_kib=60_000_000)) for n in (1, 2)}
+    monkeypatch.setattr(reach, "measure", lambda *nodes, **how: [])
     monkeypatch.setattr(doctor, "place", lambda node, found: checks.Place(node.name, found.address, found.probe))
     nodes = [Named(name) for name in facts]
     found = weights.survey(asked)
