@@ -305,11 +305,13 @@ def test_restart_under_load_answers_or_refuses_every_request_while_a_second_oper
                 if b"start the ranks" in line:
                     break
             sentence = refusal(kit(ready, "down", "demo-tp2", "--nodes", "node2,node1"), 3)
-            again = json.loads(restart.communicate(timeout=VERB_SECONDS)[0])
+            printed = restart.communicate(timeout=VERB_SECONDS)
         finally:
             restart.kill()
             restart.wait()
     assert "another operator is changing what runs there" in sentence and "`kit restart demo-tp2`, process" in sentence
+    assert restart.returncode == 0, printed
+    again = json.loads(printed[0])
     assert again["started"] and again["generation"] > serving["generation"]
     assert all(old.split()[0] != new.split()[0] for old, new in zip(before, incarnations(ready), strict=True))
     seen = outcomes()
