@@ -41,6 +41,21 @@ ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/tmp/vllm
 
+# ---- adopted: an environment out of a base that has vLLM already (a registry's image); nothing of it is replaced ---------
+FROM ${BASE} AS adopted
+USER 0:0
+RUN echo 'kit:x:10001:10001::/home/kit:/usr/sbin/nologin' >> /etc/passwd && echo 'kit:x:10001:' >> /etc/group \
+ && mkdir -p /home/kit && chown 10001:10001 /home/kit
+# The later stages know one interpreter and one folder of packages: those that the base's python3 finds vLLM with.
+RUN found="$(python3 -c 'import importlib.util as u; print(u.find_spec("vllm").submodule_search_locations[0])')" \
+ && python="$(python3 -c 'import sys; print("python%d.%d" % sys.version_info[:2])')" \
+ && mkdir -p "/opt/venv/lib/$python" /opt/venv/bin && ln -s "$(dirname "$found")" "/opt/venv/lib/$python/site-packages" \
+ && ln -s "$(command -v python3)" /opt/venv/bin/python
+COPY requirements.txt /opt/exl3/requirements.txt
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT=/tmp/vllm
+
 # ---- kernels: the compiler comes from wheels, the builder is a root file system with g++, neither gets into the image --
 FROM ${BUILDER} AS compiled
 LABEL io.exl3kit.stage=compiled

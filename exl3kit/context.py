@@ -55,7 +55,16 @@ def requirements(wheels: Sequence[Wheel]) -> str:
 
 
 def for_environment(lock: Lock, wheels: Sequence[Wheel], house: Path) -> list[Entry]:
-    """The context of the Dockerfile's stages up to `environment`: no file of the overlay."""
+    """The context of the Dockerfile's stages up to `environment`, or of `adopted` where the base brings every package.
+
+    No file of the overlay is in it.
+    """
+    if not wheels:
+        vllm = lock.data["vllm"]
+        return [
+            Entry(DOCKERFILE, adopted_part(_dockerfile(lock)).encode()),
+            Entry(REQUIREMENTS, f"{vllm['distribution']}=={vllm['version']}\n".encode()),
+        ]
     return [
         Entry(DOCKERFILE, environment_part(_dockerfile(lock)).encode()),
         Entry(REQUIREMENTS, requirements(wheels).encode()),
@@ -94,6 +103,11 @@ _STAGE = re.compile(r"^FROM \S+ AS (\S+)$", re.MULTILINE)
 def environment_part(text: str) -> str:
     """The stages up to `environment`."""
     return _part(text, "wheels", "environment")
+
+
+def adopted_part(text: str) -> str:
+    """The stage that makes an environment out of a base with vLLM."""
+    return _part(text, "adopted")
 
 
 def kernels_part(text: str) -> str:

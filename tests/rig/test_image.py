@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,9 @@ import pytest
 from rich.console import Console
 from rig_hosts import REPOSITORY, Completed, Rig, call
 
-from exl3kit import builders, built_image, context, nodes, transfer
+from exl3kit import builders, built_image, context, nodes, pins, recipes, transfer
+from exl3kit import image as images
+from exl3kit import lock as locks
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.progress import Progress
 
@@ -358,3 +361,40 @@ def test_an_overlay_that_decodes_wrong_makes_no_image(rig: Rig, built: dict[str,
     assert "mcg codebook at 3 bits decodes to other weights" in done.stderr
     with nodes.open_nodes("node1") as (node,):
         assert node.engine.images.get("exl3kit:demo").labels["io.exl3kit.stamp"] == built["stamp"]
+
+
+@pytest.mark.full
+def test_a_base_that_has_vllm_gets_the_overlay_and_nothing_else(
+    rig: Rig, built: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a base whose own Python has vLLM, as a registry's image has, then its packages stay and ours come along."""
+    digest = "sha256:" + "ab" * 32
+    tag = f"exl3kit-base:{digest.removeprefix('sha256:')[:12]}"
+    recipe = recipes.load("demo")
+    pinned = pins.load(recipe.image)
+    known = dataclasses.replace(pinned, base=pins.Registry("example/vllm:1", digest), wheels=())
+    monkeypatch.setattr(pins, "load", lambda image, platform=None: known)
+    with nodes.open_nodes("node1") as (node,):
+        environment = next(
+            tag for one in node.engine.images.list(filters={"label": built_image.ENVIRONMENT}) for tag in one.tags
+            if tag.startswith("exl3kit-env:")
+        )  # fmt: skip
+        moved = "RUN mkdir -p /usr/local/lib/python3.11 && mv /opt/venv/lib/python3.11/site-packages "
+        moved += "/usr/local/lib/python3.11/dist-packages && rm -r /opt/venv /opt/exl3"
+        entries = [context.Entry("Dockerfile", f"FROM {environment}\nUSER 0\n{moved}\n".encode())]
+        progress = reporter()
+        with progress.stage("base") as stage:
+            builders.build(builders.Request(tag, {}, {}, entries), node, stage, progress)
+        try:
+            # when
+            locked = locks.make_lock(recipe)
+            made = images.build(recipe, locked, node, progress=progress)
+            said = node.engine.containers.run(made.tag, ["-c", "import vllm, exl3_vllm; print(vllm.__file__)"],
+                                              entrypoint="python", remove=True, network_mode="none")  # fmt: skip
+        finally:
+            for image in node.engine.images.list(filters={"label": f"{built_image.STAMP}={locked.stamp}"}):
+                node.engine.images.remove(image.id, force=True)
+            removed(node, tag)
+    # then
+    assert said.decode().strip().endswith("/vllm/__init__.py")
+    assert [t.name for t in progress.timings if t.depth == 0] == ["base", "wheels", "environment", "image"]

@@ -76,17 +76,18 @@ def test_every_stage_of_the_dockerfile_is_in_exactly_one_part() -> None:
     # when
     parts = [
         context.environment_part(whole),
+        context.adopted_part(whole),
         context.kernels_part(whole),
         context.image_part(whole, kernels=True),
     ]
     # then
     named = [re.findall(r"^FROM \S+ AS (\S+)$", part, re.MULTILINE) for part in parts]
-    assert named == [["wheels", "environment"], ["compiled", "kernels"], ["built", "image"]]
+    assert named == [["wheels", "environment"], ["adopted"], ["compiled", "kernels"], ["built", "image"]]
     assert sorted(name for names in named for name in names) == sorted(
         re.findall(r"^FROM \S+ AS (\S+)$", whole, re.MULTILINE)
     )
     assert all(part.startswith("ARG BASE\n") and "ARG KERNELS=kernels\n" in part for part in parts)
-    assert "ENTRYPOINT" in parts[2] and not any(part.rstrip().rpartition("\n")[2].startswith("#") for part in parts)
+    assert "ENTRYPOINT" in parts[3] and not any(part.rstrip().rpartition("\n")[2].startswith("#") for part in parts)
 
 
 def test_an_image_without_gpu_code_asks_for_no_kernels() -> None:
