@@ -63,7 +63,7 @@ def test_the_doctor_on_two_played_sparks_and_on_what_befalls_them(sparks: Rig, t
     # given two Sparks as they should be
     begun = time.monotonic()
     done = doctor()
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120  # 5 s on an idle machine
     seen = found(done)
     for number, node in enumerate(("node1", "node2"), 1):
         assert seen[node]["GPU"][1].startswith("NVIDIA GB10 (12.1), driver 580.95.05, CUDA up to 13.0")

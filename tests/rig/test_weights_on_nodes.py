@@ -147,7 +147,7 @@ def test_case_23_damage_on_one_rank_is_found_in_seconds_and_named(ready: Rig) ->
     ready.exec("node2", "sh", "-ec", f"cd {done['nodes']['node2']['folder']}\n{DAMAGE}")
     begun = time.monotonic()
     found = kit(ready, "weights", "verify", "demo-tp2", "--nodes", NODES, "--json")
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60  # 5 s on an idle machine
     held = {one["where"]: one for one in told(found, 5)["held"]}
     assert {where: one["state"] for where, one in held.items()} == {
         "this machine": "whole", "node node1": "whole", "node node2": "differs",
