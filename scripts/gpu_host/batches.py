@@ -219,6 +219,30 @@ def _later(work: Path, pack: Path, tiny: tuple[str, ...]) -> Wave:
     return jobs
 
 
+def rest(work: Path, pack: Path) -> Iterator[Wave]:
+    """What `campaign` had no time for: two processes as two machines, engines against each other, the other models."""
+    names = ("tiny-dense", "tiny-moe")
+    two = python("two_hosts.py", str(place(work, "tiny-moe")), "two-hosts")
+    jobs = [made(work, *names), Job("two-hosts", two, 150, quiet="bench")]
+    compared = [_accuracy(work, name, "eager", *EXACT, "--eager") for name in names]
+    compared += [_accuracy(work, name, "graphs", *EXACT) for name in names]
+    compared = [replace(job, gpu=1, quiet="bench") for job in compared]
+    for name in names:
+        receipts = str(work / f"receipts-{name}-tp2")
+        job = _accuracy(work, name, "tp2", *EXACT, "--tp", "2", EXL3_TIER=AUTO[name], EXL3_RECEIPT_DIR=receipts)
+        compared.append(replace(job, quiet="bench"))
+    ends = tuple(job.label for job in compared)
+    jobs += compared
+    jobs += [
+        Job(f"compare.{n}", python("accuracy.py", "--compare", n, "--base", "eager"), 30, after=ends) for n in names
+    ]
+    for name in ("qwen3-30b-k4", "qwen3-30b-k4-layer", "qwen3-30b-k3", "glm-shape"):
+        jobs.append(made(work, name))
+        jobs.append(_arms(work, name, name, "--arms", "legacy,grouped", "--profile", "grouped", gpu=0))
+    jobs.append(_arms(work, "qwen3-30b-k4", "moe-k4-eager", "--eager", "--arms", "grouped", gpu=0))
+    yield jobs
+
+
 BATCHES: dict[str, Callable[[Path, Path], Iterator[Wave]]] = {
     "quick": quick,
     "self-check": self_check,
@@ -228,4 +252,5 @@ BATCHES: dict[str, Callable[[Path, Path], Iterator[Wave]]] = {
     "e2e-tp2": end_to_end_two,
     "endurance": endurance,
     "campaign": campaign,
+    "rest": rest,
 }
