@@ -46,6 +46,8 @@ def run(options: argparse.Namespace) -> None:
         changes["compilation"] = {"mode": 0, "cudagraph_mode": "FULL"}
     if options.backend:
         changes["attention_backend"] = options.backend
+    receipts = WORK / f"receipts-{options.label}"
+    os.environ.setdefault("EXL3_RECEIPT_DIR", str(receipts))  # the only word of ranks in other processes
     started = time.monotonic()
     llm = open_engine(
         options.model, max_model_len=512, max_num_batched_tokens=1024, max_num_seqs=8, sizes=[1, 2, 4, 8],

@@ -174,9 +174,7 @@ def campaign(work: Path, pack: Path) -> Iterator[Wave]:
         _arms(work, "plain:dense-40", "dense-bf16", "--dummy", "--profile", "plain", gpu=0),
     ]
     for name, tier in (("tiny-moe", "grouped"), ("tiny-dense", "auto")):
-        job = _accuracy(
-            work, name, "tp2", *EXACT, "--tp", "2", EXL3_TIER=tier, EXL3_RECEIPT_DIR=str(work / f"receipts-{name}-tp2")
-        )
+        job = _accuracy(work, name, "tp2", *EXACT, "--tp", "2", EXL3_TIER=tier)
         first.append(replace(job, quiet="bench", limit=130, nice=2))
     two = Job(
         "two-hosts", python("two_hosts.py", str(place(work, "tiny-moe")), "two-hosts"), 130, quiet="bench", nice=2
@@ -228,8 +226,7 @@ def rest(work: Path, pack: Path) -> Iterator[Wave]:
     compared += [_accuracy(work, name, "graphs", *EXACT) for name in names]
     compared = [replace(job, gpu=1, quiet="bench") for job in compared]
     for name in names:
-        receipts = str(work / f"receipts-{name}-tp2")
-        job = _accuracy(work, name, "tp2", *EXACT, "--tp", "2", EXL3_TIER=AUTO[name], EXL3_RECEIPT_DIR=receipts)
+        job = _accuracy(work, name, "tp2", *EXACT, "--tp", "2", EXL3_TIER=AUTO[name])
         compared.append(replace(job, quiet="bench"))
     ends = tuple(job.label for job in compared)
     jobs += compared
