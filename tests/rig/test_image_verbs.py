@@ -44,7 +44,11 @@ class Generations:
     def make(self, node: nodes.Node, number: int) -> lock.Lock:
         made = lock.Lock({**self.data, "rates": [number]})
         labels = {built_image.STAMP: made.stamp, built_image.LOCK: made.canonical().decode()}
-        entries = [context.Entry("Dockerfile", f"FROM {self._tiny}\nRUN echo {number} > /number\n".encode())]
+        entries = [
+            context.Entry(
+                "Dockerfile", f"FROM {self._tiny}\nRUN echo {number} {os.urandom(8).hex()} > /number\n".encode()
+            )
+        ]
         progress = quiet()
         with progress.stage("image") as stage:
             builders.build(builders.Request(made.tag, {}, labels, entries), node, stage, progress)
