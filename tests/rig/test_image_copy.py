@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -196,3 +197,61 @@ def test_where_the_fabric_is_closed_the_image_goes_through_this_machine(
     arrived = built_image.find(target, STAMPS["first"])
     assert arrived is not None and arrived.same_content(first)
     assert "through this machine" in progress.timings[-1].outcome
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+MANY = (
+    "import os; [(os.makedirs(f'/many/{n // 200}', exist_ok=True), open(f'/many/{n // 200}/{n}', 'wb')"
+    ".write(os.urandom(12000))) for n in range(20000)]"
+)
+
+
+def over_ssh(rig: Rig, tag: str) -> float:
+    """Seconds of `docker save | docker load` as an operator does it without the kit."""
+    ssh = ["ssh", "-F", rig.status["ssh_config"]]
+    started = time.monotonic()
+    with subprocess.Popen([*ssh, "node1", "docker", "save", tag], stdout=subprocess.PIPE) as save:
+        subprocess.run([*ssh, "node2", "docker", "load"], stdin=save.stdout, check=True, capture_output=True)
+    return time.monotonic() - started
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["one file of 1 GB", "20,000 files"])
+def test_a_copy_is_twice_as_fast_as_save_and_load_in_constant_memory(
+    rig: Rig, pair: tuple[nodes.Node, nodes.Node], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given an image that node2 has nothing of, then three copies of each kind, in turn; medians are compared."""
+    source, target = pair
+    run = noise(1000) if kind == "one file of 1 GB" else f'RUN ["python3", "-c", "{MANY}"]'
+    image = made(source, "first", run)
+    seconds: dict[str, list[float]] = {"kit": [], "save | load": []}
+    for _ in range(3):
+        started = time.monotonic()
+        transfer.spread(source, [target], image, progress=reporter())
+        seconds["kit"].append(time.monotonic() - started)
+        target.engine.images.remove(image.tag, force=True)
+        seconds["save | load"].append(over_ssh(rig, image.tag))
+        target.engine.images.remove(image.tag, force=True)
+    medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+    with capsys.disabled():
+        print(
+            f"\n{kind}: " + ", ".join(f"{way} {[round(one, 1) for one in taken]} s" for way, taken in seconds.items())
+        )
+    assert medians["save | load"] >= 2 * medians["kit"]
+
+
+@pytest.mark.full
+def test_the_programs_that_copy_need_the_same_memory_for_any_size(
+    rig: Rig, pair: tuple[nodes.Node, nodes.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given what the loader says of its own memory at its end
+    said: list[dict[str, int]] = []
+    parsed = fabric_copy.parsed
+    monkeypatch.setattr(fabric_copy, "parsed", lambda output: (said.append(line) or line for line in parsed(output)))
+    source, target = pair
+    for name, megabytes in (("first", 5), ("second", 400)):
+        transfer.spread(source, [target], made(source, name, noise(megabytes)), progress=reporter())
+    # then
+    small, large = [line["memory_kb"] for line in said if "memory_kb" in line]
+    assert large < small + 10_000 and large < 60_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,26 @@ def test_status_names_the_nodes_that_lack_the_recipes_image_and_no_build_refuses
     lacking = {"node1": "has no image of it", "node2": "has no image of it"}
     assert fields["match"] is False and fields["differing"] == lacking
     assert "is not on every node" in said and "node2 has no image of it" in said
+
+
+@pytest.mark.full
+def test_a_worker_with_300_mb_is_refused_before_anything_is_copied(rig: Rig) -> None:
+    # given the demo's image on node1, and an engine on node2 whose disk has 300 MB
+    told(kit(rig, "build", "demo-tp2", "--nodes", "node1", "--json", timeout=OFFLINE_SECONDS))
+    rig.engine("node2", "stop")
+    rig.exec("node2", "mount", "-t", "tmpfs", "-o", "size=300m", "small", "/var/lib/docker")
+    rig.engine("node2", "start")
+    try:
+        # when
+        said = refusal(kit(rig, "up", "demo-tp2", "--nodes", "node1,node2"), 3)
+        there = rig.docker("node2", "image", "ls", "--all", "--quiet").stdout
+    finally:
+        rig.engine("node2", "stop")
+        rig.exec("node2", "umount", "/var/lib/docker")
+        rig.engine("node2", "start")
+    # then the node and the amount are named, and nothing was sent
+    assert "node2" in said and re.search(r"\d\.\d+ GB are missing", said)
+    assert there == ""
 
 
 # ---- without a network -----------------------------------------------------------------------------------------------
