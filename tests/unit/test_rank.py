@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,9 +198,11 @@ def test_failed_starts_are_paced(environ: dict[str, str]) -> None:
         code, _, err = rank(environ, *python("raise SystemExit(7)"))
         assert (code, expected in err) == (7, True)
     assert time.monotonic() - begun > 2
+    remembered = Path(environ["EXL3_STATE_DIR"]) / "gang.json"
+    remembered.write_text(json.dumps({**json.loads(remembered.read_text()), "failures": 9}))
     process = begin(environ, *python("raise SystemExit(7)"))
     wait_for(Path(environ["EXL3_RUN_DIR"]) / "status.json", "backing-off")
-    assert rank(environ, "--health")[1] == "3 failed starts in a row, the next in 4 s\n"
+    assert rank(environ, "--health")[1] == "9 failed starts in a row, the next in 60 s\n"
     process.terminate()
     assert end(process)[0] == 0
 
@@ -318,8 +321,9 @@ def test_requests_that_wait_while_nothing_moves_end_the_rank(
     told["metrics"] = 'vllm:num_requests_running{engine="0"} 1\nvllm:generation_tokens_total{engine="0"} 5\n'
     begun = time.monotonic()
     code, _, err = rank({**environ, "EXL3_API": url, "EXL3_STALL_S": "3"}, *python("import time; time.sleep(600)"))
-    assert (code, time.monotonic() - begun < 15) == (7, True)
-    assert "1 request(s) wait, and nothing has moved for 3 s" in err
+    assert code == 7
+    assert time.monotonic() - begun < 30
+    assert re.search(r"1 request\(s\) wait, and nothing has moved for [3-9] s", err)
 
 
 def test_a_start_that_gives_no_token_has_an_end(environ: dict[str, str]) -> None:
