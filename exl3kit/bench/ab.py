@@ -158,7 +158,7 @@ def named_differences(a: Recipe, b: Recipe, nodes: Sequence[Node]) -> dict[str, 
         ranks = [
             {
                 "argv": targets.options(rank.argv),
-                "env": dict(rank.env),
+                "env": {name: value for name, value in rank.env.items() if name not in targets.OURS},
                 "stamp": deployment.stamp,
                 "image": deployment.image,
                 "mounts": [[rank.model_dir, "/model"]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -81,20 +82,43 @@ class InContainer:
             raise unanswered(self.name, said.decode("utf-8", "replace").strip()[-300:])
 
 
+ENDER = """
+import os, signal, sys
+for name in filter(str.isdecimal, os.listdir("/proc")):
+    try:
+        words = open(f"/proc/{name}/cmdline", "rb").read().split(b"\\0")
+        if sys.argv[1].encode() in words and int(name) != os.getpid():
+            os.kill(int(name), signal.SIGTERM)
+    except OSError:
+        pass
+"""
+"""Ends the processes of a container that have a word among their arguments."""
+
+
 def stream(rank: Standing, argv: list[str]) -> Iterator[tuple[bytes | None, bytes | None]]:
-    """Run a program in a running container: whole lines of its stdout, and its stderr as it comes."""
+    """Run a program in a running container: whole lines of its stdout, and its stderr as it comes.
+
+    When the reader leaves early (Ctrl-C, an error) the program is ended too: an engine lets it run on otherwise, and an
+    observer that nobody reads would go on measuring, and spoil the next campaign's idle server.
+    """
     from docker.errors import APIError
     from requests import RequestException
 
-    rest = b""
+    mark, ended, rest = secrets.token_hex(8), False, b""
     try:
         with rank.node.patient_engine(CAMPAIGN_SECONDS) as engine:
-            started = engine.api.exec_create(rank.container.id, argv)
-            for stdout, stderr in engine.api.exec_start(started["Id"], stream=True, demux=True):
-                *lines, rest = (rest + (stdout or b"")).split(b"\n")
-                yield from ((line, None) for line in lines)
-                if stderr:
-                    yield None, stderr
+            started = engine.api.exec_create(rank.container.id, [*argv, mark])
+            try:
+                for stdout, stderr in engine.api.exec_start(started["Id"], stream=True, demux=True):
+                    *lines, rest = (rest + (stdout or b"")).split(b"\n")
+                    yield from ((line, None) for line in lines)
+                    if stderr:
+                        yield None, stderr
+                ended = True
+            finally:
+                if not ended:
+                    ender = engine.api.exec_create(rank.container.id, ["python3", "-c", ENDER, mark])
+                    engine.api.exec_start(ender["Id"])
             if rest:
                 yield rest, None
     except (APIError, RequestException, OSError) as error:

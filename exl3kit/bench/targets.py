@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from exl3kit.containers import Standing
     from exl3kit.recipe import Recipe
 
-OURS = ("EXL3_GENERATION",)  # differs between boots and means nothing
+OURS = ("EXL3_GENERATION", "EXL3_SPEC")  # a name and a digest, which differ and mean nothing
 RUNTIME_RECEIPTS = 6.0  # seconds: a rank writes its receipt anew at most every 5
 
 
