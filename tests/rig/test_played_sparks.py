@@ -87,16 +87,15 @@ def test_the_doctor_on_two_played_sparks_and_on_what_befalls_them(sparks: Rig, t
 
     # when an adapter is down, a port taken, and the CDI specification older than the driver
     sparks.exec("node2", "sh", "-c", f"echo '1: DOWN' > {table.format('rocep1s0f0')}/state")
-    sparks.exec(
-        "node1", "sh", "-c", "setsid -f busybox nc -l -p 8000 -s 127.0.0.1 > /dev/null 2>&1 < /dev/null; sleep 0.3"
-    )
+    listen = "use IO::Socket::INET; $l = IO::Socket::INET->new(LocalPort => 8000, Listen => 1) or die; sleep 600"
+    sparks.exec("node1", "sh", "-c", f"setsid -f perl -e '{listen}' > /dev/null 2>&1; sleep 1")
     sparks.exec("node2", "sed", "-i", "s/580.95.05/580.65.06/", "/etc/cdi/nvidia.yaml")
     done = doctor("--no-bandwidth")
     seen = found(done)
     assert done.returncode == 3
     assert seen["node2"]["RDMA"] == ("refuse", "rocep1s0f0 behind eth0 is not active")
     assert seen["node2"]["GPU access"][0] == "warn" and "580.65.06" in seen["node2"]["GPU access"][1]
-    assert seen["node1"]["ports"][0] == "refuse" and "port 8000 is in use by busybox" in seen["node1"]["ports"][1]
+    assert seen["node1"]["ports"][0] == "refuse" and "port 8000 is in use by perl" in seen["node1"]["ports"][1]
 
     # when a node is gone: the other is still looked at
     sparks.link("node2", "down")
