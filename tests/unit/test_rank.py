@@ -49,7 +49,7 @@ def begin(environ: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def end(process: subprocess.Popen[str], timeout: float = 20) -> tuple[int, str, str]:
+def end(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
@@ -63,7 +63,7 @@ def python(program: str) -> list[str]:
 
 
 def wait_for(path: Path, text: str = "") -> str:
-    for _ in range(200):
+    for _ in range(800):
         if path.exists() and text in path.read_text():
             return path.read_text()
         time.sleep(0.05)
@@ -157,7 +157,7 @@ def test_a_supervisor_that_hangs_is_ended_by_its_guard_with_a_report(environ: di
     supervisor = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     vllm = status(environ)["pid"]
     os.kill(supervisor, signal.SIGSTOP)
-    code, _, err = end(process, timeout=40)
+    code, _, err = end(process)
     assert code == 1
     assert "gave no sign of life" in err
     assert gone(vllm)
