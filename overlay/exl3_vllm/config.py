@@ -125,7 +125,10 @@ class Exl3Config(QuantizationConfig):
         plain = [name.removesuffix(".weight") for name in checkpoint.plain if name.endswith(".weight")]
         self.names = ModuleNames(checkpoint.matrices, plain)
         self.loading = ModelLoading(checkpoint, self.settings, on_complete=self._complete)
-        self.loading.ignored_layers = partial(_not_ours, getattr(text, "num_hidden_layers", None))
+        # vLLM loads a checkpoint's own draft layers as a second model, of a class of its own, from the same files.
+        self.loading.draft = any("MTP" in name for name in getattr(hf_config, "architectures", None) or ())
+        rule = _not_the_drafts if self.loading.draft else _not_ours
+        self.loading.ignored_layers = partial(rule, getattr(text, "num_hidden_layers", None))
         self.loading.head_elsewhere = lambda: not get_pp_group().is_last_rank
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -224,6 +227,8 @@ class Exl3Config(QuantizationConfig):
         loading.plan = Plan(resolution, settings.cap, settings.row_tile)
         if current_platform.is_cuda():
             gpu.finish()
+        if loading.draft:
+            return  # account and receipt stay those of the target, which was loaded before
         facts.resolution = resolution
         DIAGNOSTICS.facts = facts
         report = receipt.load_report(loading, DIAGNOSTICS.facts.rank, self.demo)
@@ -252,6 +257,11 @@ def _refuse_embeddings(checkpoint: Checkpoint, tied: bool) -> None:
     if tied and "lm_head" in checkpoint.matrices:
         what = "is a matrix of its own, and config.json says tie_word_embeddings, so vLLM would not load it"
         raise LayoutError("matrix lm_head", what, "Set tie_word_embeddings to false in config.json")
+
+
+def _not_the_drafts(layers: int | None, layer: int) -> bool:
+    """Whether the numbered layer is one of the target's."""
+    return layers is not None and layer < layers
 
 
 def _not_ours(layers: int | None, layer: int) -> bool:

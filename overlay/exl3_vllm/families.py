@@ -1,7 +1,7 @@
 """What the checkpoints of a model family hold, by name and size: the matrices that are quantised, and what stays plain.
 
-A layer is an attention (grouped-query, latent, gated delta net) and a feed-forward part (dense, or experts with shared
-ones beside them); which one a layer has is read from `config.json` as vLLM and transformers read it.
+A layer is an attention (grouped-query, latent, gated delta net, KDA) and a feed-forward part (dense, or experts with
+shared ones beside them); which one a layer has is read from `config.json` as vLLM and transformers read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from exl3_vllm.errors import LayoutError
 Config = Mapping[str, Any]
 
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+KDA = "glm5_next_text"
+LATENT = ("deepseek_v3", "glm4_moe_lite", KDA)
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *QWEN3_5, "glm4_moe", *LATENT)
 
 
@@ -62,6 +63,8 @@ def _is_linear(config: Config, number: int) -> bool:
 
 
 def _attention(config: Config, prefix: str, number: int) -> Iterator[tuple[str, Shape]]:
+    if _is_linear(config, number) and config["model_type"] == KDA:
+        return _kda(config, f"{prefix}.self_attn")
     if _is_linear(config, number):
         return _delta_net(config, f"{prefix}.linear_attn")
     if config["model_type"] in LATENT:
@@ -92,6 +95,20 @@ def _latent(config: Config, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield f"{prefix}.kv_a_proj_with_mqa", Shape(hidden, latent + config["qk_rope_head_dim"])
     yield f"{prefix}.kv_b_proj", Shape(latent, heads * (config["qk_nope_head_dim"] + config["v_head_dim"]))
     yield f"{prefix}.o_proj", Shape(heads * config["v_head_dim"], hidden)
+    if config.get("index_topk"):
+        yield f"{prefix}.indexer.wq_b", Shape(low, config["index_n_heads"] * config["index_head_dim"])
+
+
+def _kda(config: Config, prefix: str) -> Iterator[tuple[str, Shape]]:
+    """Its projection of one output per head, b_proj, stays plain."""
+    hidden, head = config["hidden_size"], config["linear_head_dim"]
+    width = config["linear_num_heads"] * head
+    for name in ("q_proj", "k_proj", "v_proj"):
+        yield f"{prefix}.{name}", Shape(hidden, width)
+    for name in ("f", "g"):
+        yield f"{prefix}.{name}_a_proj", Shape(hidden, head)
+        yield f"{prefix}.{name}_b_proj", Shape(head, width)
+    yield f"{prefix}.o_proj", Shape(width, hidden)
 
 
 def _delta_sizes(config: Config) -> tuple[int, int]:
@@ -160,6 +177,8 @@ class PlainTensors:
             yield f"{prefix}.post_attention_layernorm.weight", self._norm(hidden)
             yield from self._of_attention(prefix, number)
             yield from self._of_experts(f"{prefix}.mlp", number)
+            if config.get("hc_mult"):
+                yield from self._of_streams(prefix)
 
     def _normal(self, *size: int) -> Tensor:
         return torch.randn(*size, generator=self.generator)
@@ -169,12 +188,16 @@ class PlainTensors:
 
     def _of_attention(self, prefix: str, number: int) -> Iterator[tuple[str, Tensor]]:
         config, kind = self.config, self.config["model_type"]
-        if _is_linear(config, number):
+        if _is_linear(config, number) and kind == KDA:
+            yield from self._of_kda(f"{prefix}.self_attn")
+        elif _is_linear(config, number):
             yield from self._of_delta_net(f"{prefix}.linear_attn")
         elif kind in LATENT:
             if config.get("q_lora_rank"):
                 yield f"{prefix}.self_attn.q_a_layernorm.weight", self._norm(config["q_lora_rank"])
             yield f"{prefix}.self_attn.kv_a_layernorm.weight", self._norm(config["kv_lora_rank"])
+            if config.get("index_topk"):
+                yield from self._of_indexer(f"{prefix}.self_attn.indexer")
         elif kind in ("qwen3", "qwen3_moe", *QWEN3_5) or config.get("use_qk_norm"):
             for norm in ("q_norm", "k_norm"):
                 yield f"{prefix}.self_attn.{norm}.weight", self._norm(_head_size(config))
@@ -188,6 +211,37 @@ class PlainTensors:
         yield f"{prefix}.dt_bias", self._normal(heads).half()
         yield f"{prefix}.A_log", self._normal(heads).float()
         yield f"{prefix}.norm.weight", (1 + 0.1 * self._normal(config["linear_value_head_dim"])).half()
+
+    def _of_kda(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        config, heads = self.config, self.config["linear_num_heads"]
+        width = heads * config["linear_head_dim"]
+        yield f"{prefix}.b_proj.weight", (self._normal(heads, config["hidden_size"]) * 0.05).half()
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            yield f"{prefix}.{name}.weight", (self._normal(width, 1, config["linear_conv_kernel_dim"]) * 0.5).half()
+        yield f"{prefix}.dt_bias", self._normal(width).float()
+        yield f"{prefix}.A_log", self._normal(heads).float()
+        yield f"{prefix}.o_norm.weight", (1 + 0.1 * self._normal(config["linear_head_dim"])).half()
+
+    def _of_indexer(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        config, head = self.config, self.config["index_head_dim"]
+        yield f"{prefix}.wk.weight", (self._normal(head, config["hidden_size"]) * 0.05).half()
+        yield (
+            f"{prefix}.weights_proj.weight",
+            (self._normal(config["index_n_heads"], config["hidden_size"]) * 0.05).half(),
+        )
+        yield f"{prefix}.k_norm.weight", torch.ones(head)
+        yield f"{prefix}.k_norm.bias", torch.zeros(head)
+        yield f"{prefix}.index_kpool_compress_ape", 0.1 * self._normal(config["index_kpool"], head)
+        yield f"{prefix}.index_kpool_compress_gate", (self._normal(head, config["hidden_size"]) * 0.05).bfloat16()
+
+    def _of_streams(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """Hyper-connections: how the residual streams meet before and after attention and feed-forward."""
+        streams, hidden = self.config["hc_mult"], self.config["hidden_size"]
+        mixed = (2 + streams) * streams
+        for part in ("attn", "ffn"):
+            yield f"{prefix}.hc_{part}_fn", self._normal(mixed, streams * hidden) * (streams * hidden) ** -0.5
+            yield f"{prefix}.hc_{part}_base", 0.1 * self._normal(mixed)
+            yield f"{prefix}.hc_{part}_scale", torch.ones(3)
 
     def _of_experts(self, prefix: str, number: int) -> Iterator[tuple[str, Tensor]]:
         config, hidden, experts = self.config, self.config["hidden_size"], _experts(self.config, number)

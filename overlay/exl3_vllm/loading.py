@@ -32,6 +32,7 @@ class ModelLoading:
     ----------
     shared_suh: for each layer of experts, whether gate and up of every expert have the same input scales.
     plan: how the experts run; set when loading is complete.
+    draft: the model is the draft layers of a checkpoint that another model, its target, serves.
     limits: `gpu.Limits` of this start, and packed_experts: the `gpu.PackedExperts` of each layer; on a GPU only.
     """
 
@@ -47,6 +48,7 @@ class ModelLoading:
         self.packed_experts: list[Any] = []
         self.ignored_layers: Callable[[int], bool] = lambda _layer: False
         self.head_elsewhere: Callable[[], bool] = lambda: False
+        self.draft = False
 
     def announce(self, prefix: str, matrices: Iterable[TrellisMatrix]) -> None:
         """The layer `prefix` will take these matrices."""
@@ -76,8 +78,10 @@ class ModelLoading:
 
     def _left_out(self, name: str) -> bool:
         """Named rules: draft layers (`mtp.`, or numbered past the model's own), and layers and the head where another
-        pipeline stage has them."""
+        pipeline stage has them. A draft model leaves out all but the draft layers: the rest is its target's."""
         match = _LAYER.search(f".{name}.")
+        if name.startswith("mtp."):
+            return not self.draft
         if match is not None:
             return self.ignored_layers(int(match.group(1)))
-        return name.startswith("mtp.") or (name.rpartition(".")[2] == "lm_head" and self.head_elsewhere())
+        return self.draft or (name.rpartition(".")[2] == "lm_head" and self.head_elsewhere())

@@ -20,6 +20,12 @@ FUSED = {
 }
 
 
+def _inner(name: str) -> str:
+    """The name in a model that is the text part alone: vLLM's draft models have no mapper to tell."""
+    outer = "model.language_model."
+    return f"model.{name.removeprefix(outer)}" if name.startswith(outer) else name
+
+
 class ModuleNames:
     """The modules of a checkpoint under the names that vLLM's model uses.
 
@@ -27,8 +33,8 @@ class ModuleNames:
     """
 
     def __init__(self, matrices: Iterable[str], plain: Iterable[str]) -> None:
-        self._matrices = {name: name for name in matrices}
-        self._plain = set(plain)
+        self._matrices = {alias: name for name in matrices for alias in (_inner(name), name)}
+        self._plain = {alias for name in plain for alias in (_inner(name), name)}
 
     def rename(self, rename: Callable[[str], str | None]) -> None:
         """Apply a model's renaming of modules (vLLM's `hf_to_vllm_mapper` without its fusions)."""
