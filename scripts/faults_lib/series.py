@@ -39,9 +39,7 @@ class Outcome:
 def main(documentation: str) -> int:
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("small", "vllm"), default="small")
-    parser.add_argument(
-        "--over", action="store_true", help="no build: this overlay laid over an image that is there"
-    )
+    parser.add_argument("--over", action="store_true", help="no build: this overlay laid over an image that is there")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="faults whose names contain one of these words, separated by commas")
     parser.add_argument("--json", type=Path, help="file that the runs are added to")
