@@ -161,7 +161,7 @@ def named_differences(a: Recipe, b: Recipe, nodes: Sequence[Node]) -> dict[str, 
                 "env": {name: value for name, value in rank.env.items() if name not in targets.OURS},
                 "stamp": deployment.stamp,
                 "image": deployment.image,
-                "mounts": [[rank.model_dir, "/model"]],
+                "mounts": [[targets.homeless(rank.model_dir), "/model"]],
             }
             for rank in deployment.ranks
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,9 +71,14 @@ def rank_environment(one: Standing) -> dict[str, Any]:
         "stamp": one.label("stamp"),
         "argv": options([word for word in config.get("Cmd") or () if word != "--"]),
         "env": {name: value for name, value in sorted(env.items()) if name not in OURS},
-        "mounts": [(mount.get("Source"), mount.get("Target")) for mount in host.get("Mounts") or ()],
+        "mounts": [[homeless(mount["Source"]), mount["Target"]] for mount in host.get("Mounts") or ()],
         "limits": {key: host.get(key) for key in ("Memory", "NanoCpus", "CpusetCpus", "ShmSize")},
     }
+
+
+def homeless(path: str) -> str:
+    """A path without the name of the user at whose home it lies: receipts are handed on."""
+    return re.sub(r"^/(root|home/[^/]+)/", "~/", path)
 
 
 def options(argv: Sequence[str]) -> dict[str, Any]:
