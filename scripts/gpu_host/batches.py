@@ -85,7 +85,8 @@ def _accuracy(work: Path, name: str, kind: str, *words: str, **environment: str)
 
 def kernels(work: Path, pack: Path) -> Iterator[Wave]:
     """Tests and bench of the kernels alone; then K9's build, and memory and race checks on small shapes."""
-    yield [Job("tests-kernels", _tests(pack, "not vllm"), 300)]
+    check = Job("kernel-check", [sys.executable, "-m", "exl3_vllm.kernelcheck"], 60)
+    yield [check, Job("tests-kernels", _tests(pack, "not vllm"), 300)]
     bench = [sys.executable, "-m", "exl3_vllm.bench", "--library"]
     results, library, slow = work / "results", pack / "lib/exl3_kernels.abi3.so", pack / "lib/slow_tensor.abi3.so"
     table = ["--write-table", str(results / "table.json")]
