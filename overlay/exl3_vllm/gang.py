@@ -302,13 +302,18 @@ class Gang:
         )
 
     def is_settled(self, now: float) -> bool:
-        """Whether every rank that can still be heard knows this rank's death and has told its own."""
+        """Whether every rank that is not lost knows this rank's death and has told its own."""
         for peer in self.peers.values():
-            if not self._is_member(peer.live) or not peer.is_fresh(now, 1.0) or peer.live is None:
-                continue
-            if self.me.rank not in peer.live.heard or peer.rank not in self.deaths:
+            lost = self.loss is not None and self.loss.rank == peer.rank and self.loss.kind != "ended"
+            told = peer.rank in self.deaths
+            knows = peer.live is not None and self.me.rank in peer.live.heard
+            if not lost and not (told and (knows or not peer.is_fresh(now, 1.0))):
                 return False
         return True
+
+    def last_heard(self) -> dict[int, float]:
+        """When each member was heard last, of those that have not told how they ended."""
+        return {peer.rank: peer.live_at for peer in self.peers.values() if peer.rank not in self.deaths}
 
     def offset(self, rank: int) -> float:
         """What to add to a time of that rank's clock to have it on this one's; 0.0 when it is not known."""

@@ -27,6 +27,7 @@ OWN = (
 )  # ends that began on the rank itself
 VIOLENT = ("oom", "stopped", "hung", "supervisor")  # no consequence of another rank's death, as an exit often is
 VIOLENT_S = 5.0  # within which an end by force is taken for the cause of an exit that was noticed before it
+BEAT_SLACK_S = 0.8  # a rank whose last beat is not later than this after an exit was gone before it
 LINES, LINE_LENGTH = 15, 200  # of each rank's log; every record must fit one datagram
 
 
@@ -41,10 +42,13 @@ def last_lines(lines: list[str], secret: str | None) -> list[str]:
     return [line[:LINE_LENGTH] for line in shown if line.strip()][-LINES:]
 
 
-def find_first(records: Mapping[int, Mapping[str, Any]], offset: Callable[[int], float]) -> dict[str, Any]:
+def find_first(
+    records: Mapping[int, Mapping[str, Any]], offset: Callable[[int], float], last_heard: Mapping[int, float]
+) -> dict[str, Any]:
     """Who died first: of the ranks whose end began on themselves, the earliest on one clock.
 
-    A rank that could no longer say anything is named by the others, who lost it.
+    A rank that could no longer say anything is named by the others, who lost it; also when its end took one of their
+    processes with it, before its silence was long enough to be noticed.
     """
 
     def when(one: Mapping[str, Any]) -> float:
@@ -54,6 +58,11 @@ def find_first(records: Mapping[int, Mapping[str, Any]], offset: Callable[[int],
     if own:
         by_force = [one for one in own if one["kind"] in VIOLENT or one.get("signal") not in (None, "SIGTERM")]
         first = own[0] if not by_force or when(by_force[0]) - when(own[0]) > VIOLENT_S else by_force[0]
+        if first["kind"] == "exit" and first not in by_force:
+            for rank, heard in last_heard.items():
+                if heard <= when(first) + BEAT_SLACK_S:
+                    sentence = f"rank {rank} was not heard again; then {first['sentence']} on rank {first['rank']}"
+                    return {"rank": rank, "process": "rank", "kind": "silent", "sentence": sentence}
         return {key: first[key] for key in ("rank", "process", "kind", "sentence")}
     derived = min(records.values(), key=when)
     return {
@@ -71,13 +80,14 @@ def compose(
     generation: str,
     incarnation: int,
     offset: Callable[[int], float],
+    last_heard: Mapping[int, float],
 ) -> dict[str, Any]:
     """The whole report, as it is written and logged."""
     return {
         "deployment_generation": generation,
         "incarnation": incarnation,
         "written": time.time(),
-        "first": find_first(records, offset),
+        "first": find_first(records, offset, last_heard),
         "records": {str(rank): dict(one) for rank, one in sorted(records.items())},
         "missing": [rank for rank in range(world) if rank not in records],
     }

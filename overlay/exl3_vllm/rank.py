@@ -121,6 +121,7 @@ def report_failed(settings: Settings, kind: str, why: str) -> None:
         generation=settings.generation,
         incarnation=int(status.get("incarnation", 0)),
         offset=lambda rank: 0.0,
+        last_heard={},
     )
     problem = post_mortem.save(report, settings.state_dir)
     say(settings, problem or why)

@@ -19,7 +19,7 @@ from exl3_vllm import exits, post_mortem, refusals, watch
 from exl3_vllm.gang import Gang, Identity, Phase
 from exl3_vllm.gang_wire import Wire
 from exl3_vllm.rank_api import Judge
-from exl3_vllm.rank_settings import EXIT_PREFLIGHT, EXIT_SERVING, RankError, Settings, say, write_json
+from exl3_vllm.rank_settings import EXIT_PREFLIGHT, RankError, Settings, say, write_json
 from exl3_vllm.state import State
 from exl3_vllm.vllm_process import HANDLED, VllmProcess
 
@@ -288,7 +288,8 @@ class Supervisor:
     def drain(self, now: float) -> None:
         assert self.vllm is not None and self.stop_by is not None
         if self.vllm.status is not None or self.gang.loss is not None or now > self.stop_by:
-            self.end("stop", "API server" if self.head else "launcher", self.why or "told to stop", now)
+            peer = {} if self.asked else {"peer": self.gang.stop_asked_by}
+            self.end("stop", "rank", self.why or "told to stop", now, **peer)
 
     def end(self, kind: str, process: str, sentence: str, now: float, **more: Any) -> None:
         """Kill what is left of vLLM, and tell the others why."""
@@ -328,9 +329,9 @@ class Supervisor:
     def conclude(self) -> None:
         """The deaths are exchanged as far as they can be: write the report and leave."""
         own = self.gang.deaths[self.settings.rank]
-        if own["kind"] == "stop":
+        if own["kind"] == "stop" and self.asked:
             self.state.leave(failed=False, kept=True)
-            self.finish(0 if self.asked else EXIT_SERVING, str(own["sentence"]))
+            self.finish(0, str(own["sentence"]))
             return
         report = post_mortem.compose(
             self.gang.deaths,
@@ -338,10 +339,12 @@ class Supervisor:
             generation=self.settings.generation,
             incarnation=self.gang.incarnation,
             offset=lambda rank: 0.0 if rank == self.settings.rank else self.gang.offset(rank),
+            last_heard=self.gang.last_heard(),
         )
         self.publish(report)
         served = None if self.served_since is None else self.ended_at - self.served_since
-        self.state.leave(failed=served is None or served < self.limits.steady_s)
+        stopped = own["kind"] == "stop"  # a peer was, and this rank starts anew
+        self.state.leave(failed=served is None or served < self.limits.steady_s, kept=stopped)
         first = report["first"]
         self.finish(
             exits.exit_code(own),
@@ -373,6 +376,7 @@ class Supervisor:
                 generation=self.settings.generation,
                 incarnation=incarnation,
                 offset=lambda rank: 0.0,
+                last_heard={},
             )
         )
 

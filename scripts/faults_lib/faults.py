@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -133,7 +134,13 @@ def starve(gang: GangOnRig) -> None:
 
 
 def feed(gang: GangOnRig) -> None:
-    gang.inside("node2", "docker", "update", "--memory", "32g", "--memory-swap", "32g", gang.container(1))
+    """Lift the limit; an engine that is about to start the container again refuses that for a moment."""
+    for _ in range(50):
+        time.sleep(0.5)
+        with contextlib.suppress(RuntimeError):
+            gang.inside("node2", "docker", "update", "--memory", "32g", "--memory-swap", "32g", gang.container(1))
+            return
+    raise RuntimeError("the memory limit cannot be lifted")
 
 
 def hang(gang: GangOnRig) -> None:

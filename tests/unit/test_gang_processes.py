@@ -150,12 +150,22 @@ def test_the_gang_forms_again_in_the_next_incarnation(bench: Bench) -> None:
         assert [one.wait(60) for one in both] == [7, 137]
 
 
-def test_a_stop_of_one_rank_ends_both_and_leaves_no_report(bench: Bench) -> None:
+def test_a_stop_of_one_rank_ends_both_and_is_told_by_the_other(bench: Bench) -> None:
     both = [bench.begin(0), bench.begin(1)]
     bench.until_state("starting", 0, 1)
     both[1].terminate()
     assert [one.wait(60) for one in both] == [7, 0]  # 7: its engine starts it again, and it waits for rank 1
     assert "rank 1 was told to stop" in bench.log(0)
+    assert [path.parent.name for path in bench.folder.glob("state*/post-mortem.json")] == ["state0"]
+    assert (bench.post_mortem(0)["first"]["rank"], bench.post_mortem(0)["first"]["kind"]) == (1, "stop")
+
+
+def test_a_stop_of_all_ranks_is_no_death(bench: Bench) -> None:
+    both = [bench.begin(0), bench.begin(1)]
+    bench.until_state("starting", 0, 1)
+    for one in both:
+        one.terminate()
+    assert [one.wait(60) for one in both] == [0, 0]
     assert not list(bench.folder.glob("state*/post-mortem.json"))
 
 
@@ -175,7 +185,7 @@ def test_a_rank_of_another_gang_is_refused_and_named(bench: Bench, changes: dict
     bench.begin(0)
     bench.begin(1, **other)
     bench.until(lambda: why in str(bench.status(0).get("waiting_for")))
-    assert f"waits for rank 1 (it {why})" in bench.log(0)
+    bench.until(lambda: f"waits for rank 1 (it {why})" in bench.log(0))
     time.sleep(1)
     assert [bench.status(rank)["state"] for rank in (0, 1)] == ["waiting", "waiting"]
     health = subprocess.run(

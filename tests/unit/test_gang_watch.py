@@ -177,20 +177,38 @@ def death(rank: int, kind: str, at: float, **more: Any) -> dict[str, Any]:
 )
 def test_who_died_first(records: list[dict[str, Any]], first: tuple[int, str]) -> None:
     for order in (records, records[::-1]):
-        found = post_mortem.find_first({one["rank"]: one for one in order}, lambda rank: 0.0)
+        found = post_mortem.find_first({one["rank"]: one for one in order}, lambda rank: 0.0, {})
         assert (found["rank"], found["kind"]) == first
+
+
+@pytest.mark.parametrize(
+    ("own", "heard", "first"),
+    [
+        (death(0, "exit", 10.0, exit_code=1), 9.6, 1),  # its power went, and its closed connections ended our worker
+        (death(0, "exit", 10.0, exit_code=1), 11.9, 0),  # it beat on: it was not the cause
+        (death(0, "exit", 10.0, signal="SIGKILL"), 9.6, 0),  # nobody's death kills a process here
+        (death(0, "stall", 10.0), 9.6, 0),
+    ],
+)
+def test_a_rank_that_vanished_before_an_exit_is_its_cause(own: dict[str, Any], heard: float, first: int) -> None:
+    assert post_mortem.find_first({0: own}, lambda rank: 0.0, {1: heard})["rank"] == first
 
 
 def test_times_of_another_machine_are_put_on_this_ones_clock() -> None:
     records = {0: death(0, "exit", 100.0), 1: death(1, "exit", 5000.0)}
-    assert post_mortem.find_first(records, lambda rank: -4901.0 * rank)["rank"] == 1
-    assert post_mortem.find_first(records, lambda rank: -4899.0 * rank)["rank"] == 0
+    assert post_mortem.find_first(records, lambda rank: -4901.0 * rank, {})["rank"] == 1
+    assert post_mortem.find_first(records, lambda rank: -4899.0 * rank, {})["rank"] == 0
 
 
 def test_reports_are_kept_but_not_for_ever_and_a_full_disk_is_said(tmp_path: Path) -> None:
     for incarnation in range(15):
         report = post_mortem.compose(
-            {0: death(0, "exit", 1.0)}, world=2, generation="g", incarnation=incarnation, offset=lambda rank: 0.0
+            {0: death(0, "exit", 1.0)},
+            world=2,
+            generation="g",
+            incarnation=incarnation,
+            offset=lambda rank: 0.0,
+            last_heard={},
         )
         assert post_mortem.save(report, tmp_path) is None
     newest = post_mortem.newest(tmp_path)
