@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -105,8 +106,6 @@ def ab(
     The recipe is brought up and taken down for every boot. All of the environment but what the arms name must be equal,
     and a tier that an arm names must have done the rows.
     """
-    import contextlib
-
     from exl3kit.bench import ab as campaign
     from exl3kit.bench import differences, targets
     from exl3kit.bench.records import Recorder
@@ -256,8 +255,9 @@ def _measure(verb: str, target: Target, steps: Sequence[Step], where: Path, max_
 
     console = output.console(as_json=as_json)
     recorder = Recorder(where)
-    recorder.begin(verb, {**targets.described(target), "max_cv": max_cv})
-    outcome = campaign.run(target, steps, recorder, Progress(console), max_cv=max_cv)
+    with contextlib.closing(recorder):
+        recorder.begin(verb, {**targets.described(target), "max_cv": max_cv})
+        outcome = campaign.run(target, steps, recorder, Progress(console), max_cv=max_cv)
     if as_json:
         output.emit(outcome.as_json())
     else:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import struct
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit_verbs import VERB_SECONDS, assert_empty, kit, refusal, told
+from kit_verbs import VERB_SECONDS, assert_empty, kit, kit_argv, refusal, told
 from rig_hosts import REPOSITORY, Rig
 
 NODES = ("--nodes", "node1,node2")
@@ -75,6 +78,24 @@ def test_the_served_demo_is_measured_and_every_fault_refused(serving: Rig, tmp_p
     few = kit(serving, "bench", "prefill", "demo-tp2", *NODES, *WIDE, "--count", "2", "--rungs", "63", "--out",
               tmp_path / "few")  # fmt: skip
     assert "2 observations that count, and 5 are the least" in refusal(few, 8)
+
+
+@pytest.mark.full
+def test_an_interrupted_campaign_leaves_no_observer_behind(serving: Rig, tmp_path: Path) -> None:
+    """Given Ctrl-C in the middle, then the verb ends with 130 and nothing goes on measuring in the head's container."""
+    argv = kit_argv("bench", "decode", "demo-tp2", *NODES, *WIDE, "--count", "50", "--out", tmp_path / "r")
+    with subprocess.Popen(argv, env=serving.env, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as verb:
+        deadline = time.monotonic() + VERB_SECONDS
+        while '"observation"' not in read(tmp_path / "r" / "campaign.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert "client of every measurement" in serving.docker("node1", "top", "exl3kit-demo-tp2-rank0").stdout
+        verb.send_signal(signal.SIGINT)
+        assert verb.wait(60) == 130
+    assert "client of every measurement" not in serving.docker("node1", "top", "exl3kit-demo-tp2-rank0").stdout
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.full
