@@ -35,7 +35,7 @@ LAID_DIR = "/root/exl3-faults"
 STALL_S = 8
 PORT = 8000
 OWN = "python3 -m exl3_vllm.rank -- "  # of guard and supervisor
-SERVING_S = 300.0
+SERVING_S = 900.0  # vLLM on a busy machine
 SETTINGS = (f"serve.stall_s={STALL_S}",)
 
 

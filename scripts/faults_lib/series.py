@@ -18,7 +18,7 @@ from faults_lib.faults import ENDED, FAULTS, RIDDEN_OUT, Fault
 from faults_lib.gang_on_rig import GangOnRig
 from faults_lib.soak import soak
 
-RECOVER_S = 300.0
+RECOVER_S = 900.0
 
 
 @dataclass(frozen=True)
