@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 INSTALLER = "uv"  # the wheel that installs the others; it stays out of the image
 REQUIREMENTS = "requirements.txt"
 DOCKERFILE = "Dockerfile"
-SOURCES = "overlay/csrc/"  # of the kernels
+# Of the kernels: no input of an image that compiles none, so a kernel change leaves the CPU images alone.
+SOURCES = "overlay/csrc/"
 FILE_TIME = 1_700_000_000  # of every file in every context; builders look at content
 _PIECE = 1 << 20
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exl3kit import kernel_builder, paths, pins, rootfs
+from exl3kit import context, kernel_builder, paths, pins, rootfs
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.faults import printable
 
@@ -36,8 +36,6 @@ SUFFIXES = frozenset(
     | {".toml", ".yaml", ".json", ".txt", ".j2", ".diff", ".patch", ".sh"}
 )
 NAMES = frozenset({"Dockerfile", "py.typed", "Makefile"})
-# Sources of the fat symbols: no input of an image that compiles none, so a kernel change leaves the CPU images alone.
-KERNELS = "overlay/csrc/"
 SKIPPED_FOLDERS = frozenset({"__pycache__", "tests", "build", "dist", "node_modules"})
 
 
@@ -102,7 +100,7 @@ def make_lock(recipe: Recipe, *, repo: Path = paths.REPO) -> Lock:
         rates=sorted(image.rates),
         codebooks=sorted(str(name) for name in image.codebooks),
         build_args=build_args(image),
-        files=[entry._asdict() for entry in context_files(repo) if image.arch or not entry.path.startswith(KERNELS)],
+        files=[f._asdict() for f in context_files(repo) if image.arch or not f.path.startswith(context.SOURCES)],
     )
     if isinstance(pinned.base, pins.Rootfs):
         # How the kit makes it counts as well as what is in it: a change there gives another root file system.
