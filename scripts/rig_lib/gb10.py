@@ -100,11 +100,14 @@ cat > /dev/null
 
 # Only so that a machine without CAP_SYS_RESOURCE can start what asks for unlimited locked memory.
 RUNTIME = """#!/bin/sh
-previous= bundle=
-for word; do case $previous in --bundle|-b) bundle=$word ;; esac; previous=$word; done
-case " $* " in *" create "*)
+previous= file=
+for word; do
+    case $previous in --bundle|-b) file=$word/config.json ;; --process|-p) file=$word ;; esac
+    previous=$word
+done
+case " $* " in *" create "*|*" exec "*)
     limit='"type":"RLIMIT_MEMLOCK","hard"'
-    sed -i 's/'"$limit"':[0-9]*,"soft":[0-9]*/'"$limit"':8388608,"soft":8388608/' "$bundle/config.json" ;;
+    [ -z "$file" ] || sed -i 's/'"$limit"':[0-9]*,"soft":[0-9]*/'"$limit"':8388608,"soft":8388608/' "$file" ;;
 esac
 exec runc "$@"
 """
