@@ -96,7 +96,7 @@ def _latent(config: Config, prefix: str) -> Iterator[tuple[str, Shape]]:
     yield f"{prefix}.kv_b_proj", Shape(latent, heads * (config["qk_nope_head_dim"] + config["v_head_dim"]))
     yield f"{prefix}.o_proj", Shape(heads * config["v_head_dim"], hidden)
     if config.get("index_topk"):
-        yield f"{prefix}.indexer.wq_b", Shape(low, config["index_n_heads"] * config["index_head_dim"])
+        yield f"{prefix}.indexer.wq_b", Shape(config["q_lora_rank"], config["index_n_heads"] * config["index_head_dim"])
 
 
 def _kda(config: Config, prefix: str) -> Iterator[tuple[str, Shape]]:

@@ -34,6 +34,10 @@ def free_ports(count: int) -> int:
 
 def run_two_ranks(models_of_rank: list[list[Path]], folder: Path) -> list[list[list[Any]]]:
     """The wrong answers by rank and model. Raises AssertionError with a rank's last words when it fails."""
+    # vLLM gives the shared memory of ranks that are started this way one name on a machine, and refuses to start over
+    # what a killed run has left of it ("create shm in SHMManager failed. errno: 17").
+    for left in Path("/dev/shm").glob("-?p:*cpushm*"):
+        left.unlink(missing_ok=True)
     port = free_ports(len(models_of_rank[0]))
     environment = {**os.environ, "EXL3_RECEIPT_DIR": str(folder), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     ranks = []
