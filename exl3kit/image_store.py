@@ -16,6 +16,8 @@ from exl3kit.errors import ExitCode, KitError
 from exl3kit.lock import Lock
 
 if TYPE_CHECKING:
+    from docker.models.images import Image
+
     from exl3kit.nodes import Node
     from exl3kit.progress import Progress
 
@@ -97,19 +99,23 @@ def _prune(node: Node, keep: int, dry_run: bool) -> list[Removal]:
     going = superfluous(held, keep)
     staying = [one.image.layers for one in held if one not in going]
     gone = [Removal(node.name, one.image.tag, one.image.size) for one in going]
-    below = []
-    for one in node.engine.images.list():
-        ours = [tag for tag in one.tags if re.match(rf"{REPOSITORY}-(env|base|kernels|builder):", tag)]
-        layers = tuple(one.attrs["RootFS"].get("Layers") or ())
-        # The newest of each kind is what the next build starts from.
-        if ours and going and ours[0].startswith(f"{REPOSITORY}-env:") and not _is_below(layers, staying):
-            below.append(Removal(node.name, ours[0], int(one.attrs["Size"])))
+    below = [
+        Removal(node.name, tag, int(one.attrs["Size"]))
+        for tag, one in (_environments(node)[1:] if going else [])
+        if not _is_below(one.attrs["RootFS"].get("Layers") or (), staying)
+    ]
     for removal in [] if dry_run else [*gone, *below]:
         try:
             node.engine.images.remove(removal.tag)
         except APIError as error:
             raise node.error(f"{removal.tag} cannot be removed", why=error.explanation, code=ExitCode.FAULT) from error
     return [*gone, *below]
+
+
+def _environments(node: Node) -> list[tuple[str, Image]]:
+    """(tag, image) of each environment, newest first: the next build starts from that, whatever lies on it now."""
+    found = [(tag, one) for one in node.engine.images.list(name=f"{REPOSITORY}-env") for tag in one.tags]
+    return sorted(found, key=lambda pair: str(pair[1].attrs["Created"]), reverse=True)
 
 
 def _is_below(layers: Sequence[str], images: Iterable[Sequence[str]]) -> bool:
