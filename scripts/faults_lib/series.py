@@ -14,6 +14,7 @@ from typing import Any
 
 from rig_lib import cgroups
 
+from exl3kit.errors import KitError
 from faults_lib.faults import ENDED, FAULTS, RIDDEN_OUT, Fault
 from faults_lib.gang_on_rig import GangOnRig
 from faults_lib.soak import soak
@@ -86,8 +87,7 @@ def run(gang: GangOnRig, fault: Fault) -> Outcome:
     """One fault, from a serving gang to a serving gang."""
     held, why, to_end, to_recover, named, right = False, "", None, None, None, None
     try:
-        if not gang.is_serving(0):
-            gang.up()
+        serve_again(gang)
         if gang.ask() != "200":
             raise AssertionError("the gang did not answer before the fault")
         if fault.right == ENDED:
@@ -102,6 +102,18 @@ def run(gang: GangOnRig, fault: Fault) -> Outcome:
         if fault.mend is not None:
             fault.mend(gang)
     return Outcome(fault.name, gang.engine, fault.right, held, why[:300], to_end, to_recover, named, right)
+
+
+def serve_again(gang: GangOnRig) -> None:
+    """From whatever the last run left; a host that a busy machine keeps from answering ssh is asked again."""
+    for tries_left in (2, 1, 0):
+        try:
+            if not gang.is_serving(0):
+                gang.up()
+            return
+        except KitError as error:
+            if not tries_left:
+                raise RuntimeError(f"the gang does not start: {error}") from error
 
 
 def end_and_recover(gang: GangOnRig, fault: Fault) -> tuple[float, float, str, bool]:
