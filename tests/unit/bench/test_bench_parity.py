@@ -6,7 +6,7 @@ import math
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl3kit.bench import observer, parity
@@ -21,6 +21,7 @@ def logs(weights: list[float]) -> list[float]:
 
 
 @given(logits, logits)
+@settings(deadline=None)
 def test_divergence_is_the_textbook_sum_and_zero_only_for_equals(p: list[float], q: list[float]) -> None:
     a, b = logs(p), logs(q)
     expected = sum(math.exp(x) * (x - y) for x, y in zip(a, b, strict=True))
@@ -29,6 +30,7 @@ def test_divergence_is_the_textbook_sum_and_zero_only_for_equals(p: list[float],
 
 
 @given(logits, logits, st.floats(-5, 5))
+@settings(deadline=None)
 def test_a_common_factor_of_a_distribution_does_not_matter(p: list[float], q: list[float], more: float) -> None:
     a, b = logs(p), logs(q)
     assert parity.divergence([x + more for x in a], b) == pytest.approx(parity.divergence(a, b), abs=1e-9)
