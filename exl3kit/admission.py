@@ -23,6 +23,7 @@ MIB, GIB = 1 << 20, 1 << 30
 UTILIZATION = 0.92  # vLLM's defaults (0.32, 0.33), which a recipe leaves by naming nothing
 BATCHED_TOKENS, SEQUENCES = 8192, 1024  # its largest for one GPU: an estimate must not be below the truth
 KV_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+SPARSE_FP8_ROW = 656  # bytes of a token in vLLM's fp8_ds_mla: 512 values, their scales, and room for a 16-bit rope
 SLICE = 32768  # columns that are reconstructed at once
 GRAPHS = 1 * GIB  # captured graphs and their pool: 0.5 to 1 GiB for up to 512 rows
 CONTEXT_GPU = 1 * GIB + 512 * MIB  # CUDA context, NCCL buffers, cuBLAS workspaces
@@ -77,11 +78,11 @@ def rank_plan(recipe: Recipe, sizes: Sizes, config: Mapping[str, Any]) -> RankPl
     ----------
     config: the checkpoint's config.json.
     """
-    shape = _shape(config)
+    shape = shape_of(config)
     serve, parallel = recipe.serve, recipe.parallel
     rows = serve.max_num_batched_tokens or BATCHED_TOKENS
     sequences = serve.max_num_seqs or SEQUENCES
-    length = serve.max_model_len or _number(shape, "max_position_embeddings") or 2048
+    length = serve.max_model_len or number(shape, "max_position_embeddings") or 2048
     per_token, fixed = kv_bytes(recipe, config)
     on_cpu = recipe.image.on_cpu
     return RankPlan(
@@ -104,26 +105,29 @@ def weight_bytes(sizes: Sizes, tensor: int, pipeline: int, *, decoded: bool) -> 
 
 def kv_bytes(recipe: Recipe, config: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes of KV cache on one rank: for each token of a request, and for each request however long it is."""
-    shape = _shape(config)
+    shape = shape_of(config)
     serve = recipe.serve
     element = 1 if serve.kv_cache_dtype in KV_FP8 else 4 if serve.dtype == "float32" else 2
-    layers = _number(shape, "num_hidden_layers") or 1
+    layers = number(shape, "num_hidden_layers") or 1
     stage = math.ceil(layers / recipe.parallel.pipeline) / layers
-    full, window, state = _layer_kinds(shape, layers)
-    latent = _number(shape, "kv_lora_rank")
+    full, window, state = layer_kinds(shape, layers)
+    latent = number(shape, "kv_lora_rank")
     if latent:  # MLA: one latent vector a token, whole on each rank
-        token = (latent + (_number(shape, "qk_rope_head_dim") or 0)) * element
-        indexer = _number(shape, "index_head_dim")  # sparse attention keeps an fp8 key and its scale beside it
-        token += indexer + 4 if indexer else 0
+        token = (latent + (number(shape, "qk_rope_head_dim") or 0)) * element
+        indexer = number(shape, "index_head_dim")  # sparse attention keeps an fp8 key and its scale beside it
+        if indexer and element == 1:
+            token = SPARSE_FP8_ROW
+        if indexer:  # one for each pool of tokens, where the model pools them
+            token += math.ceil((indexer + 4) / (number(shape, "index_kpool") or 1))
     else:
-        heads = _number(shape, "num_key_value_heads", "num_attention_heads") or 1
+        heads = number(shape, "num_key_value_heads", "num_attention_heads") or 1
         token = 2 * max(1, heads // recipe.parallel.tensor) * _head_dim(shape) * element
-    span = min(_number(shape, "sliding_window") or 0, serve.max_model_len or 1 << 30)
+    span = min(number(shape, "sliding_window") or 0, serve.max_model_len or 1 << 30)
     fixed = window * span * token + state * _state_bytes(shape, recipe.parallel.tensor)
     return math.ceil(full * stage * token), math.ceil(fixed * stage)
 
 
-def _layer_kinds(shape: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
+def layer_kinds(shape: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
     """Layers that attend to all tokens, to a window of them, and those that keep a state instead."""
     linear = shape.get("linear_attn_config")
     if isinstance(linear, Mapping) and isinstance(linear.get("kda_layers"), Sequence):
@@ -131,7 +135,9 @@ def _layer_kinds(shape: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
         return layers - state, 0, state
     kinds = shape.get("layer_types")
     if not isinstance(kinds, Sequence) or isinstance(kinds, str):
-        return layers, 0, 0
+        every = number(shape, "full_attention_interval")
+        full = layers // every if every else layers
+        return full, 0, layers - full
     window, state = kinds.count("sliding_attention"), kinds.count("linear_attention")
     return layers - window - state, window, state
 
@@ -140,9 +146,9 @@ def _state_bytes(shape: Mapping[str, Any], tensor: int) -> int:
     """The recurrent state of one linear-attention layer, fp32: heads x key width x value width."""
     linear = shape.get("linear_attn_config")
     own: Mapping[str, Any] = linear if isinstance(linear, Mapping) else shape
-    heads = _number(own, "num_heads", "linear_num_value_heads") or 0
-    key = _number(own, "head_dim", "linear_key_head_dim") or 0
-    value = _number(own, "head_dim", "linear_value_head_dim") or 0
+    heads = number(own, "num_heads", "linear_num_value_heads") or 0
+    key = number(own, "head_dim", "linear_key_head_dim") or 0
+    value = number(own, "head_dim", "linear_value_head_dim") or 0
     return 4 * heads * key * value // tensor
 
 
@@ -151,10 +157,10 @@ def activation_bytes(shape: Mapping[str, Any], rows: int, sequences: int, tensor
 
     Logits are kept in fp32 next to their 16-bit original, for one row of each request.
     """
-    hidden = _number(shape, "hidden_size") or 0
-    experts = (_number(shape, "moe_intermediate_size") or 0) * (_number(shape, "num_experts_per_tok") or 0)
-    wide = max(_number(shape, "intermediate_size") or 0, experts)
-    logits = min(sequences, rows) * (_number(shape, "vocab_size") or 0) * 6
+    hidden = number(shape, "hidden_size") or 0
+    experts = (number(shape, "moe_intermediate_size") or 0) * (number(shape, "num_experts_per_tok") or 0)
+    wide = max(number(shape, "intermediate_size") or 0, experts)
+    logits = min(sequences, rows) * (number(shape, "vocab_size") or 0) * 6
     return rows * (6 * hidden + 3 * math.ceil(wide / tensor)) * 2 + logits
 
 
@@ -162,26 +168,26 @@ def scratch_bytes(recipe: Recipe, sizes: Sizes, shape: Mapping[str, Any], rows: 
     """The arena of the EXL3 kernels: a matrix that is decoded for cuBLAS, or a step's rows sorted by expert."""
     tensor = recipe.parallel.tensor
     dense = 0 if recipe.exl3.prefill_reconstruct_m == 0 else 2 * sizes.largest // tensor
-    chosen = _number(shape, "num_experts_per_tok", "moe_top_k") or 0
-    hidden = _number(shape, "hidden_size") or 0
-    inner = math.ceil((_number(shape, "moe_intermediate_size", "intermediate_size") or 0) / tensor)
+    chosen = number(shape, "num_experts_per_tok", "moe_top_k") or 0
+    hidden = number(shape, "hidden_size") or 0
+    inner = math.ceil((number(shape, "moe_intermediate_size", "intermediate_size") or 0) / tensor)
     moe = rows * chosen * (hidden + 3 * inner) * 2 + rows * hidden * 4 if chosen else 0
     return max(dense, moe)
 
 
-def _shape(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def shape_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
-def _number(shape: Mapping[str, Any], *names: str) -> int | None:
+def number(shape: Mapping[str, Any], *names: str) -> int | None:
     values = (shape.get(name) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
 def _head_dim(shape: Mapping[str, Any]) -> int:
-    given = _number(shape, "head_dim")
-    return given or (_number(shape, "hidden_size") or 0) // (_number(shape, "num_attention_heads") or 1)
+    given = number(shape, "head_dim")
+    return given or (number(shape, "hidden_size") or 0) // (number(shape, "num_attention_heads") or 1)
 
 
 # ---- a plan against a node -------------------------------------------------------------------------------------------

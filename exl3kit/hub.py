@@ -164,3 +164,22 @@ def refusal(node: Node, repo: str, revision: str, outcome: Mapping[str, Any], *,
     else:
         what, step = "the download failed", again
     return node.error(what, why=says or None, next_step=step, code=code)
+
+
+def branches(repo: str) -> dict[str, str]:
+    """Commit of each branch of a public repository, by name; raises `KitError` (unreachable)."""
+    from urllib.request import urlopen
+
+    address = f"https://huggingface.co/api/models/{repo}/refs"
+    try:
+        with urlopen(address, timeout=30) as answered:
+            answer = json.load(answered)
+        return {str(one["name"]): str(one["targetCommit"]) for one in answer["branches"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KitError(
+            f"the branches of {repo} cannot be looked up",
+            where=address,
+            why=str(error) or type(error).__name__,
+            next_step="write the 40 hex digits of a commit into model.revision by hand",
+            code=ExitCode.UNREACHABLE,
+        ) from error

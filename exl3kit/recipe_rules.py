@@ -41,13 +41,11 @@ _FLAG_VALUES = ("0", "1", "true", "false")
 
 
 def model_faults(repo: str | None, revision: str | None, path: Path | None) -> list[Fault]:
-    """Exactly one of repo (with its commit) and path."""
+    """Exactly one of repo and path; a repo without its commit can be planned with, and `weights.pinned` refuses it."""
     if repo is None and path is None:
         return [Fault((), "expected either repo and revision, or path", "name the weights")]
     if repo is not None and path is not None:
         return [Fault(("path",), "both repo and path are given", "keep one; null takes back an inherited value")]
-    if repo is not None and revision is None:
-        return [Fault(("repo",), "repo is given without revision", "add revision: the 40 hex digits of a commit")]
     if path is not None and revision is not None:
         return [Fault(("revision",), "revision belongs to repo, and this model is a path", "remove it")]
     return []

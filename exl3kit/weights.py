@@ -105,8 +105,8 @@ def place_on(recipe: Recipe, node: Node, facts: NodeFacts) -> str | None:
     if model.path is not None:
         folder = str(model.path)
     else:
-        assert facts.probe is not None and model.repo is not None and model.revision is not None
-        folder = f"{facts.probe.hub}/{hub.snapshot(model.repo, model.revision)}"
+        assert facts.probe is not None
+        folder = f"{facts.probe.hub}/{hub.snapshot(*pinned(recipe))}"
     return folder if node.run(["test", "-d", folder]).returncode == 0 else None
 
 
@@ -135,16 +135,31 @@ def locate(recipe: Recipe) -> Path:
             next_step="put model.path of the recipe right, relative to the recipe's own file",
             code=ExitCode.PREFLIGHT,
         )
-    assert model.repo is not None and model.revision is not None
-    snapshot = hub.cache() / hub.snapshot(model.repo, model.revision)
+    repo, revision = pinned(recipe)
+    snapshot = hub.cache() / hub.snapshot(repo, revision)
     if not snapshot.is_dir():
         raise KitError(
-            f"{model.repo} at {model.revision[:12]} is not on this machine",
+            f"{repo} at {revision[:12]} is not on this machine",
             where=str(snapshot),
             next_step=f"`kit weights fetch {recipe.name}`, with --nodes to fetch it on a node",
             code=ExitCode.PREFLIGHT,
         )
     return snapshot
+
+
+def pinned(recipe: Recipe) -> tuple[str, str]:
+    """Repository and commit of a recipe; raises `KitError` (preflight) when no commit is pinned."""
+    model = recipe.model
+    assert model.repo is not None
+    if model.revision is None:
+        raise KitError(
+            f"no commit of {model.repo} is pinned",
+            where=f"model.revision of {recipe.name}",
+            why="branches and tags move, and a pack has a branch for each rate",
+            next_step=f"`kit lock --update {recipe.name}` looks its branches up; write the commit into model.revision",
+            code=ExitCode.PREFLIGHT,
+        )
+    return model.repo, model.revision
 
 
 def refuse_problems(problems: Sequence[str], *, where: str) -> None:

@@ -24,6 +24,7 @@ from exl3kit.cli import (
     output,
     overlay,
     parity,
+    plan,
     receipts,
     recipe,
     serve,
@@ -45,6 +46,7 @@ app.command("build")(build.build)
 app.command("fetch")(build.fetch)
 app.command("lock")(lock.lock)
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 app.add_typer(bundle.app, name="bundle")
 app.add_typer(image.app, name="image")
 app.add_typer(recipe.app, name="recipe")

@@ -52,6 +52,13 @@ def _update(loaded: Recipe, as_json: bool) -> None:
 
     console = output.console(as_json=as_json)
     progress = Progress(console)
+    if loaded.model.repo is not None and loaded.model.revision is None:
+        from exl3kit import hub
+
+        with progress.stage(f"branches of {loaded.model.repo}"):
+            branches = hub.branches(loaded.model.repo)
+        for name, commit in branches.items():
+            console.print(f"model.revision: {commit}   # {name} ; write the one you want", markup=False)
     updated = resolve.update(loaded.image, progress)
     if loaded.image.arch:
         with progress.stage("packages of the kernels' builder"):

@@ -40,21 +40,23 @@ def fetch(
 ) -> None:
     """Download model.repo at model.revision into Hugging Face's cache; goes on where it was broken off."""
     from exl3kit import hub, weight_verify
+    from exl3kit import weights as weight_files
     from exl3kit.errors import ExitCode, KitError
     from exl3kit.progress import Progress
 
     progress = Progress(output.console(as_json=as_json))
     with opened(recipe, sets, nodes) as (loaded, image, there, facts):
         model, first = loaded.model, there[0]
-        if model.repo is None or model.revision is None:
+        if model.repo is None:
             where = f"{loaded.name}: model.path"
             raise KitError(
                 "this recipe names a folder, and there is nothing to fetch", where=where, code=ExitCode.USAGE
             )
+        repo, revision = weight_files.pinned(loaded)
         require_image(first, image, loaded)
         secret = hub.token(token_file)
         with progress.stage(f"fetch on {first.name}") as stage:
-            folder = hub.fetch(first, facts[first.name], image, model.repo, model.revision, secret, stage)
+            folder = hub.fetch(first, facts[first.name], image, repo, revision, secret, stage)
         with progress.stage("verify"):
             held = weight_verify.verify(loaded, [first], facts, image, full=False)
     show_held(held, {"folder": folder, "node": first.name}, as_json=as_json)

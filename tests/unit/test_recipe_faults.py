@@ -158,10 +158,6 @@ BROKEN = {
         GOOD.replace("path: .", f"repo: a/b, revision: {'0123456789' * 4}, path: §."),
         ["both repo and path are given"],
     ),
-    "repository without a commit": (
-        GOOD.replace("path: .", "repo: §a/b"),
-        ["model.repo: repo is given without revision"],
-    ),
     "branch instead of a commit": (
         GOOD.replace("path: .", "repo: a/b, revision: §main"),
         ["a commit of 40 hex digits"],

@@ -1,0 +1,94 @@
+"""`kit plan`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl3kit.cli import args, output
+
+if TYPE_CHECKING:
+    from exl3kit.plan import Plan, Source
+    from exl3kit.recipe import Recipe
+
+
+def plan(
+    recipe: args.RecipeArg,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", help="Hold the plan against these nodes; machines as sold if left out.")
+    ] = None,
+    sets: args.SetOption = None,
+    as_json: args.JsonOption = False,
+) -> None:
+    """What each rank will take, whether it fits, what will run and why, and the commands; exit 3 when it cannot."""
+    from exl3kit import deployment, facts, recipes
+    from exl3kit import plan as planning
+    from exl3kit.errors import ExitCode
+    from exl3kit.nodes import open_nodes
+
+    loaded = recipes.load(recipe, sets or ())
+    source = source_of(loaded)
+    if nodes is None:
+        made = planning.make(loaded, source)
+    else:
+        with open_nodes(nodes) as opened:
+            asked = facts.gather(opened)
+            placement = deployment.place(loaded, [asked[node.name] for node in opened])
+        made = planning.make(loaded, source, asked, placement, nodes)
+    if as_json:
+        output.emit(made.as_json())
+    else:
+        show(made)
+    if not made.fits:
+        raise typer.Exit(int(ExitCode.PREFLIGHT))
+
+
+def source_of(recipe: Recipe) -> Source:
+    """The weights' headers when they are on this machine, else their published shape."""
+    from exl3kit import admission, published, weights
+    from exl3kit import plan as planning
+    from exl3kit.errors import ExitCode, KitError
+
+    try:
+        found = weights.survey(recipe)
+    except KitError as missing:
+        model = published.find(recipe)
+        if model is None:
+            raise KitError(
+                "the size of these weights is not known: they are not here, and no published shape bears their name",
+                where=recipe.name,
+                why=missing.what,
+                next_step=f"`kit weights fetch {recipe.name}`; known shapes: {', '.join(published.models())}",
+                code=ExitCode.PREFLIGHT,
+            ) from missing
+        return planning.of_published(recipe, model)
+    return planning.Source(f"headers in {found.source}", admission.Sizes.of(found.sizes), found.config, {})
+
+
+def show(made: Plan) -> None:
+    """The plan for people: plain lines, aligned."""
+    from exl3kit import plan as planning
+
+    rows = planning.table(made)
+    width = max(len(what) for what, _, _ in rows)
+    parallel = made.recipe.parallel
+    print(f"{made.recipe.name}: {parallel.world} ranks on {parallel.nodes} nodes, bytes per rank\n")
+    for what, size, why in rows:
+        print(f"  {what:<{width}}  {size:>10}  {why}".rstrip())
+    print("\nruns")
+    for what, why in made.runs:
+        print(f"  {what}: {why}")
+    print("\nfits" + (" (machines as sold; --nodes asks real ones)" if made.nominal else ""))
+    for refusal in made.refusals:
+        print(f"  refused: {refusal}")
+    for one in made.verdicts:
+        fix = f"; next: {one.fix}" if one.fix and not one.fits else ""
+        print(f"  {'yes' if one.fits else 'no '}  {one.node}: {one.says}{fix}")
+    print("\nnetwork of the ranks" + ("" if made.networks else ": from each node's facts at every start"))
+    for rank, env in made.networks.items():
+        print(f"  {rank}: {json.dumps(dict(env), sort_keys=True)}")
+    print("\ncommands")
+    for command in made.commands:
+        print(f"  {command}")

@@ -1,0 +1,141 @@
+"""Plans: bytes per rank against published figures, headers against shapes, what fits, and every shipped recipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_nodes import Spark, node_facts
+
+from exl3kit import admission, manifest, paths, plan, published, recipe_checks, recipes, weights
+from exl3kit.admission import GIB
+from exl3kit.cli import plan as cli
+from exl3kit.errors import KitError
+
+GLM = "glm-5.3-flash-2x-spark"
+SHIPPED = [path.stem for path in recipes.shipped()]
+
+
+def planned(ref: str, *sets: str) -> plan.Plan:
+    recipe = recipes.load(ref, sets)
+    return plan.make(recipe, cli.source_of(recipe))
+
+
+def test_the_headline_agrees_with_published_figures_within_three_per_cent() -> None:
+    """Given GLM-5.3-Flash at TP2: experts 71.2 GiB a rank, a layer 1.69 GiB packed, KV 7.1 GiB for 1M tokens."""
+    made = planned(GLM)
+    assert made.source.parts["routed experts"] / GIB == pytest.approx(71.2, rel=0.03)
+    assert made.source.moe_layer / GIB == pytest.approx(1.69, rel=0.03)
+    assert made.rank.kv_token * plan.MILLION / GIB == pytest.approx(7.1, rel=0.03)
+    assert made.fits and [one.node for one in made.verdicts] == ["one DGX Spark"]
+
+
+def test_more_rows_a_step_take_more_scratch_and_nothing_else_of_the_weights() -> None:
+    small, large = planned(GLM), planned(f"{GLM}-mnbt7168")
+    assert large.rank.scratch > 3 * small.rank.scratch
+    assert large.rank.weights == small.rank.weights
+    assert large.rank.kv == small.rank.kv
+
+
+@pytest.mark.parametrize("ref", SHIPPED)
+def test_every_shipped_recipe_is_valid_and_its_plan_fits_its_machine(ref: str) -> None:
+    assert recipe_checks.check(ref).ok
+    made = planned(ref)
+    assert made.fits, (made.refusals, made.verdicts)
+    assert made.rank.weights > 0 and made.runs and len(made.commands) >= 4
+    json.dumps(made.as_json())
+    assert plan.table(made)
+
+
+@pytest.mark.parametrize("ref", [ref for ref in SHIPPED if not ref.startswith("demo")])
+def test_every_real_recipe_has_its_page_with_the_plans_figures(ref: str) -> None:
+    """Given docs/recipes, then the page of each recipe tells what `kit plan` tells, to the digit."""
+    page = page_of(ref)
+    made = planned(ref)
+    text = page.read_text(encoding="utf-8")
+    assert f"`{ref}`" in text
+    row = figures(made)
+    assert row in text, f"{page.name} lacks: {row}"
+    assert "published by others" in text or "modelled" in text
+    assert "Verified here" in text
+
+
+def page_of(ref: str) -> Path:
+    fitting = [path for path in (paths.REPO / "docs" / "recipes").glob("*.md") if ref.startswith(path.stem)]
+    assert fitting, f"no page for {ref}"
+    return max(fitting, key=lambda path: len(path.stem))
+
+
+def figures(made: plan.Plan) -> str:
+    """The row of a page's table for one recipe."""
+    rank, gib = made.rank, admission.gib
+    parts = [rank.weights, rank.kv, rank.activation, rank.scratch, rank.graphs, rank.context, rank.fixed + rank.kv]
+    return f"| `{made.recipe.name}` | " + " | ".join(gib(part) for part in parts) + " |"
+
+
+def test_a_shape_counts_what_the_headers_say(tmp_path: Path) -> None:
+    """Given the demo with experts, whose headers are here, then its shape gives the same packed bytes and weights."""
+    headers = manifest.survey(paths.REPO / "models" / "demo-moe")
+    config = headers["config"]
+    entry: dict[str, Any] = {"config": config, "source": "test", "packed": ["routed experts", "attention", "head"]}
+    bits = headers["sizes"]["trellis"] * 8 / headers["sizes"]["trellis_weights"]
+    counted = published.of("demo", {**entry, "head_bits": bits}, bits)
+    packed = [one for one in counted.matrices if one.bits != published.PLAIN]
+    assert sum(one.weights for one in packed) == headers["sizes"]["trellis_weights"]
+    assert counted.sizes.trellis == pytest.approx(headers["sizes"]["trellis"], abs=64)
+    whole = headers["sizes"]["cut"] + headers["sizes"]["whole"]
+    assert counted.sizes.cut + counted.sizes.whole == pytest.approx(whole, rel=0.03)
+
+
+def test_experts_that_blocks_do_not_divide_are_cut_unevenly_or_kept_whole() -> None:
+    """Given 1408 = 11 blocks on two ranks, then one holds 6 of 11; with expert parallelism both hold half."""
+    cut, whole = planned("glm-4.5-air-2x-spark"), planned("glm-4.5-air-2x-spark-ep")
+    assert ("experts cut unevenly, 6/5 blocks", "1408 is 11 blocks of 128, which no rank may cut") in cut.runs
+    assert cut.source.parts["routed experts"] / whole.source.parts["routed experts"] == pytest.approx(12 / 11, rel=0.01)
+    assert any(what.startswith("whole experts") for what, _ in whole.runs)
+
+
+def test_a_plan_that_cannot_be_cut_is_refused_with_the_reason() -> None:
+    made = planned("llama-3.3-70b-2x-spark", "parallel.tensor=6", "parallel.nodes=2")
+    assert any("64 attention heads do not divide over 6 ranks" in one for one in made.refusals)
+    assert not made.fits
+
+
+def test_nodes_are_held_against_the_plan_and_their_network_is_shown() -> None:
+    """Given two played Sparks, one of them nearly full, then it alone has no room, and NCCL's names come from facts."""
+    recipe = recipes.load(GLM)
+    nodes = {f"spark{n}": node_facts(Spark(number=n)) for n in (1, 2)}
+    made = plan.make(recipe, cli.source_of(recipe), nodes, ["spark1", "spark2"], "spark1,spark2")
+    assert made.fits and not made.nominal
+    assert all(env["NCCL_IB_HCA"].startswith("=") and env["NCCL_NET"] == "IB" for env in made.networks.values())
+    assert made.commands[-2] == f"kit up {GLM} --nodes spark1,spark2"
+    nodes["spark2"] = node_facts(Spark(number=2, available_kib=60_000_000))
+    full = plan.make(recipe, cli.source_of(recipe), nodes, ["spark1", "spark2"])
+    assert [one.fits for one in full.verdicts] == [True, False] and not full.fits
+
+
+def test_weights_that_nobody_knows_are_a_sentence() -> None:
+    with pytest.raises(KitError, match="no published shape") as caught:
+        planned(GLM, "model={repo: a/b}")
+    assert "kit weights fetch" in str(caught.value.next_step)
+
+
+def test_a_repository_without_a_commit_is_planned_and_not_served() -> None:
+    """Given an unset pin, then `up` and `fetch` refuse it first and name the command that resolves it."""
+    recipe = recipes.load("qwen3-30b-a3b-spark")
+    assert recipe.model.revision is None
+    with pytest.raises(KitError, match="no commit of turboderp/Qwen3-30B-A3B-exl3 is pinned") as caught:
+        weights.survey(recipe)
+    assert "kit lock --update qwen3-30b-a3b-spark" in str(caught.value.next_step)
+
+
+def test_the_verb_prints_plain_lines_and_one_json_object() -> None:
+    kit = [sys.executable, "-m", "exl3kit.cli", "plan", GLM]
+    done = subprocess.run([*kit, "--json"], cwd=paths.REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rank"]["kv_token"] == 7315
+    cli.show(planned(GLM))
