@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, recipe_import
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -87,3 +87,6 @@ def schema(as_json: args.JsonOption = True) -> None:
 
     del as_json  # every verb takes --json, and a schema has no other form
     output.emit(recipe_view.json_schema())
+
+
+app.command("import")(recipe_import.import_recipes)
