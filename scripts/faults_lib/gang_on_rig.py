@@ -156,7 +156,7 @@ class GangOnRig:
     def seen(self, rank: int) -> list[Seen]:
         """Every process in the rank's container, its first one first."""
         found = []
-        for pid in cgroups.processes(self.host_of(rank)):
+        for pid in self.pids(self.host_of(rank)):
             with contextlib.suppress(OSError, IndexError):
                 numbers = Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].partition("\n")[0].split()
                 if len(numbers) == 3:
@@ -167,6 +167,14 @@ class GangOnRig:
                         found.append(Seen(pid, was[1], int(numbers[2]), command, space))
         ranks = {one.space for one in found if one.inside == 1 and OWN in one.command}  # not a build's
         return sorted((one for one in found if one.space in ranks), key=lambda one: one.inside)
+
+    def pids(self, name: str) -> set[int]:
+        """Every process of a host; a group that ends while it is read is read again."""
+        while True:
+            try:
+                return cgroups.processes(name)
+            except FileNotFoundError:
+                continue
 
     def first(self, rank: int) -> Seen | None:
         """The guard."""
