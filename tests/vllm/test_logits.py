@@ -34,6 +34,7 @@ def test_logits_equal_transformers(name: str, engine: Engine, tmp_path: Path) ->
     assert relative_error(logits, synthetic.reference) < 2e-5
 
 
+@pytest.mark.full
 def test_a_matrix_for_several_sections_gives_what_the_dequantised_model_gives(engine: Engine, tmp_path: Path) -> None:
     # given gated delta nets, whose q, k and v are one matrix that vLLM loads under a span of shard ids; transformers is
     # no judge of bf16, so the judge is vLLM itself on dequantised weights

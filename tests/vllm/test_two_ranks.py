@@ -109,7 +109,7 @@ FAMILIES = {
     "llama-pp": "two pipeline stages",
     "qwen3_moe-pp": "two pipeline stages with experts",
 }
-IN_BRIEF = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "replicated", "mla", "llama-pp")
+IN_BRIEF = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "replicated", "mla")
 
 
 @pytest.mark.parametrize(
