@@ -19,6 +19,7 @@ from exl3kit.cli import (
     doctor,
     export,
     image,
+    init,
     lock,
     models,
     output,
@@ -47,6 +48,7 @@ app.command("fetch")(build.fetch)
 app.command("lock")(lock.lock)
 app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
+app.command("init")(init.init)
 app.add_typer(bundle.app, name="bundle")
 app.add_typer(image.app, name="image")
 app.add_typer(recipe.app, name="recipe")
