@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 from spark_nodes import Spark, node_facts
 
-from exl3kit import admission, manifest, paths, plan, published, recipe_checks, recipes, weights
+from exl3kit import (
+    admission,
+    deployment,
+    manifest,
+    paths,
+    plan,
+    published,
+    rank_env,
+    recipe_checks,
+    recipes,
+    weights,
+)
 from exl3kit.admission import GIB
 from exl3kit.cli import plan as cli
 from exl3kit.errors import KitError
@@ -139,3 +150,19 @@ def test_the_verb_prints_plain_lines_and_one_json_object() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rank"]["kv_token"] == 7315
     cli.show(planned(GLM))
+
+
+def test_both_ranks_of_the_headline_get_one_environment_but_for_the_facts_of_their_nodes() -> None:
+    """Given two played Sparks with other names and GIDs, then only what is a node's or a rank's own differs."""
+    recipe = recipes.load(GLM)
+    nodes = {
+        "spark1": node_facts(Spark(number=1)),
+        "spark2": node_facts(Spark(number=2, link="enp9s0", first_gid=4)),
+    }
+    folders = dict.fromkeys(nodes, "/models/glm")
+    made = deployment.plan(recipe, "0" * 64, list(nodes), nodes, folders, "g1")
+    one, other = (dict(rank.env) for rank in made.ranks)
+    differing = {name for name in {*one, *other} if one.get(name) != other.get(name)}
+    assert differing == {"EXL3_RANK", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_GID_INDEX"}
+    argv = [set(rank_env.options_of(rank.argv)) for rank in made.ranks]
+    assert {word.split()[0] for word in argv[0] ^ argv[1]} == {"--node-rank", "--host", "--port", "--headless"}
