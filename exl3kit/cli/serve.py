@@ -60,11 +60,15 @@ def up(
     force: Force = False,
     stamp: Stamp = None,
     no_build: NoBuild = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what each rank would get; start nothing.")] = False,
     as_json: args.JsonOption = False,
 ) -> None:
     """Serve a recipe: image and weights to the nodes, ranks started, a real completion and every receipt checked."""
     from exl3kit import serve
 
+    if dry_run:
+        render(recipe, nodes=nodes, sets=sets, env=True, as_json=as_json)
+        return
     bring_up(serve.up, recipe, nodes, sets, ready, break_lock, force, as_json, stamp, not no_build)
 
 

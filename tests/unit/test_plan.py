@@ -25,6 +25,7 @@ from exl3kit import (
 )
 from exl3kit.admission import GIB
 from exl3kit.cli import plan as cli
+from exl3kit.cli import serve as serving
 from exl3kit.errors import KitError
 
 GLM = "glm-5.3-flash-2x-spark"
@@ -166,3 +167,11 @@ def test_both_ranks_of_the_headline_get_one_environment_but_for_the_facts_of_the
     assert differing == {"EXL3_RANK", "VLLM_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_GID_INDEX"}
     argv = [set(rank_env.options_of(rank.argv)) for rank in made.ranks]
     assert {word.split()[0] for word in argv[0] ^ argv[1]} == {"--node-rank", "--host", "--port", "--headless"}
+
+
+def test_up_dry_run_shows_what_ranks_would_get_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(serving, "render", lambda *given, **named: seen.append((given, named)))
+    monkeypatch.setattr(serving, "bring_up", lambda *_: pytest.fail("it started something"))
+    serving.up("demo-tp2", nodes="a,b", dry_run=True)
+    assert seen == [(("demo-tp2",), {"nodes": "a,b", "sets": None, "env": True, "as_json": False})]
