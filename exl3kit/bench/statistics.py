@@ -99,8 +99,8 @@ def student_quantile(p: float, freedom: int) -> float:
 
 
 def student_below(t: float, freedom: int) -> float:
-    """P(T < t) for t >= 0: 1 - I(x; freedom/2, 1/2)/2 with x = freedom/(freedom + t²)."""
-    return 1 - incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
+    """P(T < t) for t >= 0: (1 + I(x; 1/2, freedom/2))/2 with x = t²/(freedom + t²), which is exact for small t too."""
+    return (1 + incomplete_beta(t * t / (freedom + t * t), 0.5, freedom / 2)) / 2
 
 
 def incomplete_beta(x: float, a: float, b: float) -> float:
