@@ -62,9 +62,10 @@ class Comparison:
 def compare(boots: Sequence[Boot], faults: Sequence[str] = (), *, level: float = statistics.LEVEL) -> Comparison:
     """The verdict on a campaign whose observations and environments gave `faults`.
 
-    An effect is claimed when the confidence interval over boots excludes none, every boot of B is beyond every boot of
-    A, and the effect is larger than A's own drift. One claim per campaign, about the geometric mean over the rungs, so
-    that a false claim has the probability `level` at most, however many rungs there are.
+    An effect is claimed when the confidence interval over boots excludes none and the effect is larger than A's own
+    drift. Whether boots overlap is reported and decides nothing: the interval holds the level alone, and on boots that
+    spread by 3.3% complete separation hid a real 10% in 3 of 10 campaigns. One claim per campaign, about the geometric
+    mean over the rungs, so that a false claim has the probability `level` at most, however many rungs there are.
     """
     found = list(faults) + list(_faults_of(boots))
     if found:
@@ -74,14 +75,14 @@ def compare(boots: Sequence[Boot], faults: Sequence[str] = (), *, level: float =
     whole = statistics.effect(rates_a, rates_b, level=level)
     rungs = [_rung(name, boots, level) for name in boots[0].rates]
     apart = statistics.separated(rates_a, rates_b)
-    if whole.excludes_one and apart and whole.beyond_drift:
-        why = f"over {len(a)} + {len(b)} boots the interval excludes no effect, no boots overlap, and A drifted less"
+    if whole.excludes_one and whole.beyond_drift:
+        overlap = "no boots overlap" if apart else "some boots overlap"
+        why = f"over {len(a)} + {len(b)} boots the interval excludes no effect, {overlap}, and A drifted less"
         return Comparison(EFFECT, why, whole, rungs)
     missing = [
         word
         for held, word in (
             (whole.excludes_one, "the interval over boots includes no effect"),
-            (apart, "boots of A and B overlap"),
             (whole.beyond_drift, "A drifted more than that by itself"),
         )
         if not held
