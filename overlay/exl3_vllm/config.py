@@ -129,7 +129,7 @@ class Exl3Config(QuantizationConfig):
         self.loading.draft = any("MTP" in name for name in getattr(hf_config, "architectures", None) or ())
         rule = _not_the_drafts if self.loading.draft else _not_ours
         self.loading.ignored_layers = partial(rule, getattr(text, "num_hidden_layers", None))
-        self.loading.head_elsewhere = lambda: not get_pp_group().is_last_rank
+        self.loading.head_elsewhere = _on_an_earlier_stage
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         if self.names is not None:
@@ -262,6 +262,11 @@ def _refuse_embeddings(checkpoint: Checkpoint, tied: bool) -> None:
 def _not_the_drafts(layers: int | None, layer: int) -> bool:
     """Whether the numbered layer is one of the target's."""
     return layers is not None and layer < layers
+
+
+def _on_an_earlier_stage() -> bool:
+    """Whether another pipeline stage holds the head. A named function: vLLM pickles its configuration to workers."""
+    return not get_pp_group().is_last_rank
 
 
 def _not_ours(layers: int | None, layer: int) -> bool:

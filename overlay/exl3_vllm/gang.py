@@ -103,10 +103,10 @@ class Gang:
     ----------
     me: this rank.
     known: highest incarnation it ever agreed to, from its state folder.
-    lost_s: silence of a peer that ends the gang. 7 s: a link that was gone for 5 s is ridden out.
+    lost_s: silence of a peer that ends the gang. 8 s: a link gone for 5 s is ridden out, also on a busy machine.
     """
 
-    def __init__(self, me: Identity, *, known: int = 0, lost_s: float = 7.0) -> None:
+    def __init__(self, me: Identity, *, known: int = 0, lost_s: float = 8.0) -> None:
         self.me = me
         self.known = known
         self.lost_s = lost_s

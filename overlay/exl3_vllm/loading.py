@@ -19,6 +19,15 @@ from exl3_vllm.settings import Settings
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
+# Named functions, not lambdas: vLLM pickles its configuration, and what hangs on it, to each worker.
+def _no_layer_is_ignored(_layer: int) -> bool:
+    return False
+
+
+def _head_is_not_elsewhere() -> bool:
+    return False
+
+
 class ModelLoading:
     """The account of one model on one rank.
 
@@ -46,8 +55,8 @@ class ModelLoading:
         self.plan: Plan | None = None
         self.limits: Any = None
         self.packed_experts: list[Any] = []
-        self.ignored_layers: Callable[[int], bool] = lambda _layer: False
-        self.head_elsewhere: Callable[[], bool] = lambda: False
+        self.ignored_layers: Callable[[int], bool] = _no_layer_is_ignored
+        self.head_elsewhere: Callable[[], bool] = _head_is_not_elsewhere
         self.draft = False
 
     def announce(self, prefix: str, matrices: Iterable[TrellisMatrix]) -> None:

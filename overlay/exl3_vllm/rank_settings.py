@@ -29,7 +29,7 @@ class Limits:
     stall_s: float = 120.0  # requests wait, and nothing moves
     start_s: float = 1800.0  # from vLLM's start to its first token: loading 164 GiB from one disk
     grace_s: float = 20.0  # for requests in flight when told to stop; the engine kills after 30
-    lost_s: float = 7.0  # silence of a peer: a link that is gone for 5 s is ridden out
+    lost_s: float = 8.0  # silence of a peer: a link that is gone for 5 s is ridden out
     steady_s: float = 30.0  # an incarnation that served for this long was no failed start
     backoff_s: float = 60.0  # longest pause between failed starts
 

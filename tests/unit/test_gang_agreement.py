@@ -152,7 +152,7 @@ def test_a_doubled_beat_is_no_sign_of_life() -> None:
     assert loss is not None and loss.kind == "silent"
 
 
-@pytest.mark.parametrize(("seconds", "lost"), [(5.0, False), (6.0, False), (8.0, True)])
+@pytest.mark.parametrize(("seconds", "lost"), [(5.0, False), (7.0, False), (9.0, True)])
 def test_a_link_that_is_gone_for_five_seconds_is_ridden_out(seconds: float, lost: bool) -> None:
     net = running()
     net.fate = lambda beat: []
