@@ -20,6 +20,7 @@ import pytest
 from kit_verbs import VERB_SECONDS, assert_empty, kit, kit_argv, refusal, told
 from rig_hosts import REPOSITORY, Rig
 
+pytestmark = pytest.mark.full  # boots by the dozen
 NODES = ("--nodes", "node1,node2")
 TWO = ("--set", "parallel.nodes=2", "--set", "parallel.tensor=2")
 FAT = ("--set", "serve.env.EXL3_TEMP_ROWS_FUSED='16'")  # experts of 64 rows are fat
@@ -80,7 +81,6 @@ def test_the_served_demo_is_measured_and_every_fault_refused(serving: Rig, tmp_p
     assert "2 observations that count, and 5 are the least" in refusal(few, 8)
 
 
-@pytest.mark.full
 def test_an_interrupted_campaign_leaves_no_observer_behind(serving: Rig, tmp_path: Path) -> None:
     """Given Ctrl-C in the middle, then the verb ends with 130 and nothing goes on measuring in the head's container."""
     argv = kit_argv("bench", "decode", "demo-tp2", *NODES, *WIDE, "--count", "50", "--out", tmp_path / "r")
@@ -98,7 +98,6 @@ def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.full
 def test_a_load_is_vllms_own_and_accounted_for(serving: Rig, tmp_path: Path) -> None:
     levels = ("--levels", "1,4", "--prompt", "64", "--answer", "16")
     found = told(kit(serving, "bench", "load", "demo-tp2", *NODES, *levels, "--out", tmp_path / "l", "--json",
@@ -107,7 +106,6 @@ def test_a_load_is_vllms_own_and_accounted_for(serving: Rig, tmp_path: Path) -> 
     assert told(kit(serving, "bench", "report", tmp_path / "l", "--json"))["valid"]
 
 
-@pytest.mark.full
 def test_tiers_against_each_other_with_their_rows_counted(built: Rig, tmp_path: Path) -> None:
     """Given legacy against sorted, then the campaign is valid, both ranks of each arm did their rows on its tier."""
     found = told(
@@ -126,7 +124,6 @@ def test_tiers_against_each_other_with_their_rows_counted(built: Rig, tmp_path: 
     assert_empty(built)
 
 
-@pytest.mark.full
 def test_a_tier_that_no_row_went_through_makes_the_campaign_invalid(built: Rig, tmp_path: Path) -> None:
     """Given experts that never get fat, then sorted is claimed in vain: exit code 8, with the tier and the rank."""
     done = kit(built, "bench", "ab", "demo-moe", *NODES, *TWO, *TIERS, *WIDE, "--boots", "3", "--rungs", "63",
@@ -155,7 +152,6 @@ def scaled(folder: Path) -> Path:
 SHORT = ("--tokens", "400", "--decode", "24", "--set", "serve.dtype=float32")
 
 
-@pytest.mark.full
 def test_tiers_are_the_same_model_and_a_scaled_expert_is_not(built: Rig, tmp_path: Path) -> None:
     same = told(kit(built, "parity", "demo-moe", *NODES, *TWO, *FAT, *TIERS, *SHORT, "--out", tmp_path / "same",
                     "--json", timeout=LONG))  # fmt: skip

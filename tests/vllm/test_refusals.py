@@ -123,6 +123,7 @@ def test_a_head_of_its_own_in_a_model_that_ties_it_is_refused(engine: Engine, mo
         pass
 
 
+@pytest.mark.full
 def test_vllm_knows_the_names_of_the_overlay(models: Path) -> None:
     # given a start that refuses unknown names, and one of ours
     variables = {"VLLM_EXL3_PREFILL_RECONSTRUCT_M": "64"}
