@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,11 +24,14 @@ def here(question: Callable[[], T]) -> T:
 
 def fill(architectures: Sequence[str]) -> None:
     """Let vLLM ask each architecture and keep the answer; raises KeyError for one that it does not know."""
+    from vllm import envs
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = here
     for name in architectures:
         registry.ModelRegistry.models[name].inspect_model_cls()
+    for answer in Path(envs.VLLM_CACHE_ROOT).rglob("*.json"):
+        answer.chmod(0o644)  # vLLM leaves 0600, and the served container has another user than the build
 
 
 if __name__ == "__main__":

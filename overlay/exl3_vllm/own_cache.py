@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from exl3_vllm.rank_settings import Settings
@@ -20,10 +20,12 @@ def use_own_cache(environ: Mapping[str, str], settings: Settings, built: Path) -
     if not root:
         return dict(environ)
     own = Path(root) / (settings.spec[:12] or "any")
-    with suppress(OSError):  # without a cache vLLM only starts later
+    try:
         for other in Path(root).iterdir() if Path(root).is_dir() else ():
             if other != own:
                 shutil.rmtree(other, ignore_errors=True)
         if built.is_dir() and not own.exists():
             shutil.copytree(built, own, copy_function=shutil.copyfile)
+    except OSError as error:  # no reason to refuse: without it vLLM only starts later, by 20 s
+        print(f"exl3 rank {settings.rank}: starts slower, {built} cannot be used: {error}", file=sys.stderr)
     return {**environ, "VLLM_CACHE_ROOT": str(own)}
