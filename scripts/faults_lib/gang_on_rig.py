@@ -112,7 +112,7 @@ class GangOnRig:
         return next((tag for tag in had[0] if all(tag in tags for tags in had)), None)
 
     def down(self) -> subprocess.CompletedProcess[str]:
-        return self.kit("down", RECIPE, "--nodes", NODES)
+        return self.kit("down", RECIPE, "--nodes", NODES, "--volumes")
 
     def lay(self) -> None:
         """Put the demo's model, the small engine and this checkout's overlay on every host."""

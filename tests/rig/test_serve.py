@@ -263,6 +263,8 @@ def test_logs_name_rank_and_node_and_a_detached_follow_changes_nothing(ready: Ri
     middle = every[len(every) // 2]["time"]
     later = told(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--since", middle[:26] + "+00:00", "--json"))["lines"]
     assert later and all(line["time"][:26] >= middle[:26] for line in later) and len(later) < len(every)
+    for node in ("node1", "node2"):  # of deaths that other tests caused
+        ready.exec(node, "sh", "-c", 'rm -f "$HOME"/.cache/exl3kit/deployments/demo-tp2/post-mortem-*')
     assert "no death of demo-tp2" in refusal(kit(ready, "logs", "demo-tp2", "--nodes", NODES, "--post-mortem"), 2)
     argv = kit_argv("logs", "demo-tp2", "--nodes", NODES, "--follow", "--tail", "1")
     follow = subprocess.Popen(argv, env=ready.env, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -291,6 +293,7 @@ def test_wait_follows_a_gang_that_reforms_after_both_nodes_lost_power(ready: Rig
     assert ask(ready, "2+2=") == "4"
 
 
+@pytest.mark.full
 def test_restart_under_load_answers_or_refuses_every_request_while_a_second_operator_is_refused(
     ready: Rig, serving: dict[str, Any]
 ) -> None:
