@@ -98,5 +98,6 @@ RUN VLLM_CACHE_ROOT=/opt/exl3/vllm-cache python -m exl3_vllm.modelinfo LlamaForC
 USER 10001:10001
 # The image does not come into being unless the served user can read it, every locked version is what gets imported and
 # the plugin decodes right.
-RUN test -z "$(find /opt/exl3 ! -readable)" && python -m exl3_vllm.selfcheck --requirements /opt/exl3/requirements.txt
+RUN test -z "$(find /opt/exl3 ! -readable)"
+RUN python -m exl3_vllm.selfcheck --requirements /opt/exl3/requirements.txt
 ENTRYPOINT ["python", "-m", "exl3_vllm.rank"]
