@@ -1,7 +1,7 @@
 """Post-mortems: what the supervisor of each rank wrote of the gang's last death, from its container or kept after it.
 
 A rank writes `post-mortem.json` into its state volume, which the engine can be asked for whether the container runs or
-not. `kit down` removes the volume, and leaves the file in the kit's folder on the node.
+not. `kit down` also writes it into the kit's folder on the node; `--volumes` removes the volume, and leaves that file.
 """
 
 from __future__ import annotations
