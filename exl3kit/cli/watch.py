@@ -148,6 +148,8 @@ def table(one: dict[str, Any]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
+    from exl3kit import status_words as words
+
     shown = Table(box=None, pad_edge=False)
     for column in ("rank", "node", "state", "for", "requests", "KV", "memory", "network", "receipts", "note"):
         shown.add_column(column, overflow="fold")
@@ -155,65 +157,16 @@ def table(one: dict[str, Any]) -> Any:
         network = (rank["transport"] or {}).get("says", "-")
         cells = (
             rank["state"],
-            since(rank),
-            requests(rank),
-            kv(rank),
-            memory(rank),
+            words.since(rank),
+            words.requests(rank),
+            words.kv(rank),
+            words.memory(rank),
             network,
-            receipts(rank),
-            remark(rank),
+            words.receipts(rank),
+            words.remark(rank),
         )
         shown.add_row(str(rank["rank"]), escape(rank["node"]), *map(escape, cells))
     return shown
-
-
-def since(rank: dict[str, Any]) -> str:
-    from exl3kit.deploy_lock import age
-
-    return age(max(0, int(time.time() - rank["since"]))) if rank["since"] else "-"
-
-
-def requests(rank: dict[str, Any]) -> str:
-    """`2 run, 1 waits, moved 0.4 s ago`; a headless rank has none."""
-    progress = rank["progress"]
-    if not progress or progress.get("running") is None:
-        return "-"
-    said = f"{progress['running']:.0f} run"
-    if progress.get("waiting"):
-        said += f", {progress['waiting']:.0f} wait"
-    if progress["running"] or progress.get("waiting"):
-        said += f", moved {progress['last_progress_s']:.0f} s ago"
-    return said
-
-
-def kv(rank: dict[str, Any]) -> str:
-    usage = (rank["progress"] or {}).get("kv_usage")
-    return "-" if usage is None else f"{usage:.0%}"
-
-
-def memory(rank: dict[str, Any]) -> str:
-    """What the machine has left, and how much of the time something waited for memory when that is any."""
-    told = rank["memory"] or {}
-    if told.get("available") is None:
-        return "-"
-    pressure = told.get("psi_some_avg10") or 0
-    return f"{told['available'] / (1 << 30):.1f} GiB free" + (f", pressure {pressure:.0f} %" if pressure >= 1 else "")
-
-
-def receipts(rank: dict[str, Any]) -> str:
-    held = sum(receipt["trellis_bytes"] for receipt in rank["receipts"])
-    tiers = sorted({str(receipt.get("effective_tier")) for receipt in rank["receipts"]})
-    return f"{held / 1e6:.1f} MB trellis, {'/'.join(tiers)}" if rank["receipts"] else "-"
-
-
-def remark(rank: dict[str, Any]) -> str:
-    from exl3kit import status as statuses
-
-    if rank["waiting_for"]:
-        return f"waits for {statuses.waits(rank)}"
-    said = rank["why"] or rank["unhealthy"] or ""
-    said = "" if said == rank["state"] else said
-    return said + (f" ({rank['restarts']} restarts)" if rank["restarts"] else "")
 
 
 def last_death(one: dict[str, Any]) -> str | None:
