@@ -351,15 +351,21 @@ def copy(
 
 
 def drop_cache(nodes: Sequence[Node], folders: Mapping[str, str]) -> None:
-    """Let every node forget the cached pages of its weights' files; `folders` is by node. They are clean, so this costs
-    nothing but reading them again.
+    """Let every node forget the cached pages of its weights' files; `folders` is by node. It costs nothing but reading
+    them again.
 
-    `dd` with `nocache` and no data calls posix_fadvise(POSIX_FADV_DONTNEED) for the whole file.
+    `sync` first: pages that are not on the disk yet stay. `dd` with `nocache` and no data then calls
+    posix_fadvise(POSIX_FADV_DONTNEED) for the whole file.
     """
-    command = ["find", "-L", "", "-type", "f", "-exec", "dd", "if={}", "iflag=nocache", "count=0", "status=none", ";"]
+    forget = ["dd", "if={}", "iflag=nocache", "count=0", "status=none"]
+
+    def forget_on(node: Node) -> None:
+        files = ["find", "-L", folders[node.name], "-type", "f"]
+        node.run([*files, "-exec", "sync", "{}", ";", "-exec", *forget, ";"], timeout=600)
+
     there = [node for node in nodes if node.name in folders]
     with ThreadPoolExecutor(max_workers=max(1, len(there))) as pool:
-        list(pool.map(lambda node: node.run([*command[:2], folders[node.name], *command[3:]], timeout=120), there))
+        list(pool.map(forget_on, there))
 
 
 def compare(node: Node, weights: Weights, directory: str, found: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 Where vLLM is not installed (the kit's own environments), the tests of tests/vllm are collected and run by a second
 pytest under the interpreter that scripts/vllm-env prints, and each of them is an item of this session: failed, skipped
-and passed there is failed, skipped and passed here, and a test that never reported has failed.
+and passed there is failed, skipped and passed here, and a test that never reported has failed. It runs beside the tests
+that come before tests/vllm here: most of both wait for one core (12 minutes one after the other on two cores).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,12 @@ class ForeignFailure(Exception):
 class ForeignTest(pytest.Item):
     """One test of tests/vllm; running it waits for what the second pytest says of it."""
 
+    @property
+    def running(self) -> Running:
+        return self.parent.parent.running  # type: ignore[union-attr]
+
     def runtest(self) -> None:
-        running: Running = self.parent.parent.running  # type: ignore[union-attr]
-        phases = running.phases_of(self)
+        phases = self.running.phases_of(self)
         for title, content in phases[-1]["sections"]:
             self.add_report_section("call", title.removeprefix("Captured "), content)
         for event in sorted(phases, key=lambda phase: phase["outcome"] == "failed", reverse=True):
@@ -185,20 +189,21 @@ class ForeignTest(pytest.Item):
 
 
 class Running:
-    """The one run of the second pytest, started with the first of its tests that this session reaches."""
+    """The one run of the second pytest."""
 
     def __init__(self) -> None:
         self.second: SecondPytest | None = None
         self._events: Iterator[dict[str, Any]] = iter(())
         self._phases: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
 
+    def start(self, tests: Iterable[ForeignTest], config: pytest.Config) -> None:
+        self.second = SecondPytest(*(test.nodeid for test in tests))
+        self._events = self.second.events()
+        config.add_cleanup(self.second.end)
+
     def phases_of(self, item: ForeignTest) -> list[dict[str, Any]]:
         """setup, call and teardown of one test; raises `ForeignFailure` when they never came."""
-        if self.second is None:
-            chosen = [other.nodeid for other in item.session.items if isinstance(other, ForeignTest)]
-            self.second = SecondPytest(*chosen)
-            self._events = self.second.events()
-            item.session.config.add_cleanup(self.second.end)
+        assert self.second is not None
         phases = self._phases[item.nodeid]
         while not (phases and phases[-1]["when"] == "teardown"):
             event = next(self._events, None)
@@ -207,6 +212,13 @@ class Running:
             if "test" in event:
                 self._phases[event["test"]].append(event)
         return phases
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    foreign = [item for item in session.items if isinstance(item, ForeignTest)]
+    if foreign and not session.config.option.collectonly and not session.testsfailed:
+        foreign[0].running.start(foreign, session.config)
 
 
 # ---- how long each suite took ----------------------------------------------------------------------------------------
