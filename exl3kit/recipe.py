@@ -186,8 +186,13 @@ class Model(Section):
     """Which weights: a Hugging Face repository at one commit, or a directory."""
 
     repo: Repository | None = Field(default=None, description="OWNER/NAME on Hugging Face.")
-    revision: Commit | None = Field(default=None, description="The commit of repo: 40 hex digits.")
-    path: File | None = Field(default=None, description="A model directory, relative to the file that names it.")
+    revision: Commit | None = Field(
+        default=None,
+        description="The commit of repo, 40 hex digits; without it a recipe can be planned with, and not served.",
+    )
+    path: File | None = Field(
+        default=None, description="A model directory instead of a repository, relative to the file that names it."
+    )
     served_name: OneLine | None = Field(
         default=None, description="The model's name in the API; the recipe's name if unset."
     )
@@ -199,7 +204,7 @@ class Model(Section):
 class RootFs(Section):
     """A base built from a Debian release's packages, without any container registry."""
 
-    rootfs: Literal["bookworm"]
+    rootfs: Literal["bookworm"] = Field(description="The Debian release.")
 
 
 Base = Annotated[
@@ -243,9 +248,13 @@ class Image(Section):
 class Parallel(Section):
     """How the ranks share the model. Ranks = tensor x pipeline, spread evenly over the nodes."""
 
-    nodes: Annotated[int, Field(ge=1, le=64)] = 1
-    tensor: Annotated[int, Field(ge=1, le=256)] = 1
-    pipeline: Annotated[int, Field(ge=1, le=256)] = 1
+    nodes: Annotated[int, Field(ge=1, le=64)] = Field(default=1, description="Number of nodes.")
+    tensor: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="Ranks that share each layer; tensor x pipeline ranks, a multiple of nodes."
+    )
+    pipeline: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="Stages that the layers are spread over."
+    )
     expert: bool = Field(
         default=False, description="Give each tensor rank whole experts instead of a slice of every expert."
     )
@@ -266,14 +275,16 @@ class Parallel(Section):
 class Fabric(Section):
     """The network that the ranks talk over."""
 
-    require: Literal["any", "rdma"] = Field(default="any", description="rdma refuses to start over plain TCP.")
+    require: Literal["any", "rdma"] = Field(default="any", description="rdma: do not serve over plain TCP.")
 
 
 class Speculative(Section):
     """Speculative decoding, in vLLM's own words."""
 
-    method: Annotated[str, _Matching(r"[a-z0-9_]+", "a method of vLLM such as mtp or ngram")]
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)]
+    method: Annotated[str, _Matching(r"[a-z0-9_]+", "a method of vLLM such as mtp or ngram")] = Field(
+        description="A method of vLLM, such as mtp or ngram."
+    )
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = Field(description="Tokens drafted in a step.")
     model: OneLine | None = Field(default=None, description="The draft model, for methods that need one.")
 
 
@@ -286,28 +297,33 @@ class Serve(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Share of the memory that vLLM may take, 0 to 1."
     )
-    kv_cache_memory: Size | None = Field(default=None, description="Size of the KV cache per rank, such as 64MiB.")
-    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_memory: Size | None = Field(
+        default=None, description="Size of the KV cache per rank, such as 64MiB; instead of a share of the memory."
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        default="auto", description="Type of the KV cache; auto is that of the activations."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="Type of the activations."
     )
     enforce_eager: bool = Field(default=False, description="Run without compiled graphs.")
-    port: Port = 8000
+    port: Port = Field(default=8000, description="Port of the API; the server is not root.")
     listen: Literal["loopback", "open"] = Field(
         default="loopback", description="open: every address of the head; needs a key."
     )
     api_key_file: File | None = Field(
         default=None, description="A file that holds the API key, relative to the naming file."
     )
-    speculative: Speculative | None = None
+    speculative: Speculative | None = Field(default=None, description="Speculative decoding; off if unset.")
     stall_s: Annotated[int, Field(ge=5, le=86400)] = Field(
-        default=120, description="Seconds that requests may wait while nothing moves; then the gang ends."
+        default=120, description="Seconds that requests may wait while nothing moves; then the gang starts anew."
     )
     args: Annotated[list[Text], AfterValidator(_arguments)] = Field(
-        default_factory=list, description="Further arguments of `vllm serve`, passed on as they are."
+        default_factory=list, description="Further arguments of `vllm serve`, option and value as entries of their own."
     )
     env: Annotated[dict[str, Text], AfterValidator(_environment)] = Field(
-        default_factory=dict, description="Environment of every rank."
+        default_factory=dict,
+        description="Environment of every rank; it wins over what the kit reads from the network.",
     )
 
     def _faults(self) -> list[Fault]:
@@ -332,8 +348,10 @@ class Exl3(Section):
 class Probe(Section):
     """The completion that proves that the gang serves."""
 
-    prompt: Annotated[Text, _Matching(r"[\s\S]*\S[\s\S]*", "a prompt that is not blank")] = "2+2="
-    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 8
+    prompt: Annotated[Text, _Matching(r"[\s\S]*\S[\s\S]*", "a prompt that is not blank")] = Field(
+        default="2+2=", description="What is asked."
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = Field(default=8, description="Longest answer, in tokens.")
 
 
 class Recipe(Section):

@@ -28,6 +28,7 @@ from exl3kit.cli import (
     plan,
     receipts,
     recipe,
+    report,
     serve,
     verify,
     watch,
@@ -60,7 +61,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(export.app, name="export")
 VERBS: tuple[Callable[..., None], ...] = (
     *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
-    *(receipts.receipts, parity.parity, demo.demo, image.rollback),
+    *(receipts.receipts, parity.parity, demo.demo, image.rollback, report.report),
 )
 for verb in VERBS:
     app.command(verb.__name__)(verb)
