@@ -39,7 +39,11 @@ def main() -> None:
             "this is Python {}.{}, the kit needs {}.{} or newer".format(*sys.version_info[:2], *OLDEST),
             "run `{} {}`".format(newer_python() or "python3.12", " ".join([sys.argv[0], *sys.argv[1:]])),
         )
-    venv = find_environment() or make_environment(choose_place(), REQUIREMENTS)
+    venv = find_environment()
+    if venv is None:
+        if sys.argv[1:3] == ["completion", "words"]:  # a Tab in a shell must not install anything
+            return
+        venv = make_environment(choose_place(), REQUIREMENTS)
     if os.path.realpath(sys.prefix) == os.path.realpath(venv):
         sys.path.insert(0, REPO)
         try:

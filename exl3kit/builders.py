@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,6 +34,8 @@ BUILTIN_MAJORS = (20, 22)  # of the CLI (there is no 21); from 23 on, BuildKit n
 SILENT_SECONDS = 1800  # longest wait for one line of the classic builder (an install of 2 GB says nothing)
 SHOWN_SECONDS = 0.5  # shorter steps are not worth a line
 LOG_TAIL = 12
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def build(request: Request, node: Node, stage: Stage, progress: Progress) -> Non
             _classic(request, node, stage, progress, log)
     finally:
         log.save()
+        logger.debug("what the builder printed for %s:\n%s", request.tag, "\n".join(log.lines))
 
 
 def _failed(node: Node, log: Log, step: str, why: str, progress: Progress) -> KitError:

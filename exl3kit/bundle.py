@@ -301,7 +301,9 @@ def load_images(bundle: Bundle, nodes: Sequence[Node], progress: Progress) -> li
         first = nodes[0]
         for node in nodes:
             image.check_platform(node, told["platform"])
-        with progress.stage(f"image {told['stamp'][:12]} to {first.name}") as stage:
+        name = f"images/{told['stamp']}.tar"
+        size = next((member.size for member in bundle.members if member.name == name), None)
+        with progress.stage(f"image {told['stamp'][:12]} to {first.name}", total=size) as stage:
             built = load_image(bundle, told, first, stage)
         for name in told["recipes"]:
             image.spread(built, name, first, nodes, progress=progress)

@@ -20,6 +20,20 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+MEANINGS = {
+    ExitCode.OK: "fine",
+    ExitCode.FAULT: "a fault of the kit itself, or stdout cannot be written",
+    ExitCode.USAGE: "wrong usage, or an invalid recipe",
+    ExitCode.PREFLIGHT: "refused before anything was changed",
+    ExitCode.BUILD: "a build failed",
+    ExitCode.VERIFICATION: "something is not what it must be: symbols, stamp, weights or receipts",
+    ExitCode.UNREACHABLE: "a node or what it needs cannot be reached",
+    ExitCode.SERVING: "serving failed, or took too long",
+    ExitCode.BENCHMARK: "a measurement that proves nothing",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+
+
 class KitError(Exception):
     """A refusal that an operator can act on.
 

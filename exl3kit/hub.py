@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import node_files
+from exl3kit import node_files, run_log
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def token(file: Path | None) -> str | None:
     """
     if file is None:
         if os.environ.get("HF_TOKEN"):
-            return os.environ["HF_TOKEN"].strip()
+            return run_log.keep_secret(os.environ["HF_TOKEN"].strip())
         file = Path(os.environ.get("HF_TOKEN_PATH") or cache().parent / "token")
         if not file.is_file():
             return None
@@ -63,7 +63,7 @@ def token(file: Path | None) -> str | None:
         raise KitError("the token cannot be read", where=str(file), why=str(error), code=ExitCode.PREFLIGHT) from error
     if not text or not text.isprintable() or " " in text:
         raise KitError("this is no token: it is empty, or holds blanks", where=str(file), code=ExitCode.PREFLIGHT)
-    return text
+    return run_log.keep_secret(text)
 
 
 def fetch(node: Node, facts: NodeFacts, image: str, repo: str, revision: str, secret: str | None, stage: Stage) -> str:

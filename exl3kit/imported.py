@@ -50,7 +50,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "executor": (REFUSED, "docker through the kit; `kit export` writes for others"),
     "executor_config": (REFUSED, _LAUNCH),
     "scheduler": (KEPT, "--nodes names the machines"),
-    "distribution_config": (KEPT, "`kit weights copy` and `kit build` distribute"),
+    "distribution_config": (KEPT, "`kit weights sync` and `kit build` distribute"),
     "layout": (KEPT, "--nodes names the machines, in order"),
     "cluster_config": (KEPT, "internal to sparkrun; --nodes or a cluster file here"),
     "runtime_cache": (KEPT, "each rank has a volume of its own for compile caches"),

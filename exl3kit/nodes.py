@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from docker import DockerClient
+
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -125,6 +129,7 @@ def open_nodes(named: str | Sequence[Host], *, missing: dict[str, KitError] | No
             try:
                 node, closing = opening.result()
             except KitError as error:
+                log.info("%s", error)
                 failures[host.name] = error
             else:
                 stack.push(closing)

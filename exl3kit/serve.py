@@ -29,6 +29,7 @@ from exl3kit import (
     post_mortem,
     proving,
     receipts,
+    run_log,
     transport,
 )
 from exl3kit import deployment as plans
@@ -90,6 +91,20 @@ class Ground:
         return plans.plan(self.recipe, self.lock.stamp, self.placement, self.facts, folders, generation, api_key=key)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """On which terms ranks are started."""
+
+    ready_s: float = READY_SECONDS  # until the first answer
+    break_lock: bool = False  # take the deployment lock from another operator
+    force: bool = False  # though the memory does not suffice
+    stamp: str | None = None  # of an earlier image to serve with
+    build: bool = True  # what is missing; otherwise it is refused
+
+
+ANY_TERMS = Terms()
+
+
 def new_generation() -> str:
     """A name for a new incarnation of a gang: UTC to the microsecond, so that later ones sort later."""
     now = time.time()
@@ -110,17 +125,7 @@ def survey(recipe: Recipe, nodes: Sequence[Node], *, stamp: str | None = None, b
     return Ground(recipe, locked, weights, used, asked, placement, build)
 
 
-def up(
-    recipe: Recipe,
-    nodes: Sequence[Node],
-    progress: Progress,
-    *,
-    ready_s: float = READY_SECONDS,
-    break_lock: bool = False,
-    force: bool = False,
-    stamp: str | None = None,
-    build: bool = True,
-) -> Serving:
+def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, terms: Terms = ANY_TERMS) -> Serving:
     """Bring a recipe up; nothing happens when exactly this already serves.
 
     Everything that may refuse does so before anything that runs is stopped. What was started is taken away again when
@@ -128,8 +133,8 @@ def up(
 
     Raises `KitError`: preflight (another operator at work among it), build, verification, or serving.
     """
-    with deploy_lock.hold(nodes, f"up {recipe.name}", break_lock=break_lock) as locks:
-        ground, standing = look(recipe, nodes, progress, locks, stamp=stamp, build=build)
+    with deploy_lock.hold(nodes, f"up {recipe.name}", break_lock=terms.break_lock) as locks:
+        ground, standing = look(recipe, nodes, progress, locks, terms)
         deployment = ground.plan(new_generation())
         if is_serving(standing, deployment):
             try:
@@ -139,26 +144,16 @@ def up(
                 progress.tell(f"what stands there does not serve and is started anew: {silent.what}")
         elif standing:
             progress.tell(f"what stands there is to be replaced: {difference(standing, deployment)}")
-        return replace(ground, deployment, progress, locks, ready_s=ready_s, force=force)
+        return replace(ground, deployment, progress, locks, terms)
 
 
-def restart(
-    recipe: Recipe,
-    nodes: Sequence[Node],
-    progress: Progress,
-    *,
-    ready_s: float = READY_SECONDS,
-    break_lock: bool = False,
-    force: bool = False,
-    stamp: str | None = None,
-    build: bool = True,
-) -> Serving:
+def restart(recipe: Recipe, nodes: Sequence[Node], progress: Progress, terms: Terms = ANY_TERMS) -> Serving:
     """Replace what stands of a recipe as a gang, also when it is the same; nothing is stopped unless all can start.
 
     Raises `KitError` as `up` does, and preflight when nothing of the recipe stands.
     """
-    with deploy_lock.hold(nodes, f"restart {recipe.name}", break_lock=break_lock) as locks:
-        ground, standing = look(recipe, nodes, progress, locks, stamp=stamp, build=build)
+    with deploy_lock.hold(nodes, f"restart {recipe.name}", break_lock=terms.break_lock) as locks:
+        ground, standing = look(recipe, nodes, progress, locks, terms)
         if not standing:
             raise KitError(
                 f"no rank of {recipe.name} is there to restart",
@@ -166,29 +161,27 @@ def restart(
                 next_step=f"`kit up {recipe.name}` with the same --nodes",
                 code=ExitCode.PREFLIGHT,
             )
-        return replace(ground, ground.plan(new_generation()), progress, locks, ready_s=ready_s, force=force)
+        return replace(ground, ground.plan(new_generation()), progress, locks, terms)
 
 
 def look(
-    recipe: Recipe, nodes: Sequence[Node], progress: Progress, locks: Locks, *, stamp: str | None, build: bool
+    recipe: Recipe, nodes: Sequence[Node], progress: Progress, locks: Locks, terms: Terms
 ) -> tuple[Ground, list[Standing]]:
     """The ground of a recipe and what stands of it there."""
     for sentence in locks.broken:
         progress.tell(sentence)
     with progress.stage("look at nodes and weights"):
-        ground = survey(recipe, nodes, stamp=stamp, build=build)
+        ground = survey(recipe, nodes, stamp=terms.stamp, build=terms.build)
         standing = containers.find(ground.nodes, recipe.name)
     for sentence in strays(standing, [node.name for node in ground.nodes]):
         progress.tell(sentence)
     return ground, standing
 
 
-def replace(
-    ground: Ground, deployment: Deployment, progress: Progress, locks: Locks, *, ready_s: float, force: bool = False
-) -> Serving:
+def replace(ground: Ground, deployment: Deployment, progress: Progress, locks: Locks, terms: Terms) -> Serving:
     """Put a deployment in the place of what stands under its name: first whatever may refuse, then stop, then start."""
     with progress.stage("preflight") as stage:
-        key, warnings = preflight(ground, deployment, force=force)
+        key, warnings = preflight(ground, deployment, force=terms.force)
         stage.conclude(f"{len(warnings)} warnings" if warnings else "nothing speaks against it")
     for sentence in warnings:
         progress.tell(sentence)
@@ -198,11 +191,11 @@ def replace(
         post_mortem.keep(containers.find(ground.nodes, deployment.name))
         removed = containers.take_down(ground.nodes, deployment.name)
         stage.conclude(", ".join(removed) or "nothing did")
-    settle(ground, deployment, progress, force=force)
+    settle(ground, deployment, progress, force=terms.force)
     with removed_on_failure(ground.nodes, deployment):
         with progress.stage("start the ranks"):
             standing = start(ground, deployment, key)
-        serving = proven(standing, ground, deployment, progress, ready_s, started=True)
+        serving = proven(standing, ground, deployment, progress, terms.ready_s, started=True)
         locks.check()
     return serving
 
@@ -301,7 +294,7 @@ def api_key(recipe: Recipe) -> str | None:
     if path is None:
         return None
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        key = run_log.keep_secret(path.read_text(encoding="utf-8").strip())
     except (OSError, ValueError) as error:
         raise KitError(
             "the API key cannot be read", where=str(path), why=str(error), code=ExitCode.PREFLIGHT
@@ -370,7 +363,8 @@ def start(ground: Ground, deployment: Deployment, key: str | None) -> list[Stand
     A rank 1 that starts 25 s before rank 0 makes vLLM's start 60 s instead of 28.
     """
     with ThreadPoolExecutor(max_workers=len(ground.nodes)) as pool:
-        secret = secrets.token_hex(32)  # new for each start: an old rank cannot prove that it belongs to this gang
+        # New for each start: an old rank cannot prove that it belongs to this gang.
+        secret = run_log.keep_secret(secrets.token_hex(32))
         list(pool.map(lambda node: put_secrets(node, deployment, key, secret), ground.nodes))
     made = [one for node in ground.nodes for one in containers.create(node, deployment)]
     made.sort(key=lambda one: one.rank)

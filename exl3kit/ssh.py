@@ -8,6 +8,7 @@ back.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import shlex
@@ -29,6 +30,8 @@ SHARED_SESSIONS = (
     6  # sshd's MaxSessions allows ten in one connection; one keeps it open, one the lock, two for commands
 )
 READY = "exl3kit-ready"
+
+log = logging.getLogger(__name__)
 
 
 def connect_argv(destination: str, *, control: Path | None, remote: str, config: str | None = None) -> list[str]:
@@ -288,9 +291,10 @@ def start(argv: Sequence[str], *, stdin: int, stdout: int,
 
 def finish(name: str, argv: Sequence[str], shown: str, *, input: str | None,
            timeout: float) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a program to its end, or kill it at the deadline and say so."""
+    """Run a program to its end, or kill it at the deadline and say so; `input` stays out of the log."""
+    started = time.monotonic()
     try:
-        return subprocess.run(
+        done = subprocess.run(
             list(argv),
             input=input,
             stdin=subprocess.DEVNULL if input is None else None,
@@ -302,6 +306,10 @@ def finish(name: str, argv: Sequence[str], shown: str, *, input: str | None,
             start_new_session=True,
             check=False,
         )
+        said = f": {done.stderr.strip()}" if done.stderr.strip() else ""
+        log.debug("%s: `%s` exit code %d after %.1f s%s", name, shlex.join(argv), done.returncode,
+                  time.monotonic() - started, said)  # fmt: skip
+        return done
     except subprocess.TimeoutExpired as error:
         raise unreachable(name, f"`{shown}` has not ended after {timeout:.0f} s") from error
     except FileNotFoundError as error:

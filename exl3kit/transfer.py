@@ -81,13 +81,15 @@ def copy(
     Over the fabric where the target reaches the source, else through this machine. An engine with another kind of
     store may want the layers after all that it has, and then gets them.
     """
-    with progress.stage(f"image to {target.name}") as stage:
+    missing = sum(layer_sizes(source, built)[known:])
+    with progress.stage(f"image to {target.name}", total=missing) as stage:
         try:
             _bring(source, target, built, known, stage, stopped)
         except KitError as error:
             if not known or error.code == ExitCode.UNREACHABLE:
                 raise
             stage.say("once more, with every layer")
+            stage.total, stage.done = built.size, 0
             _bring(source, target, built, 0, stage, stopped)
         _verify(target, built)
 

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from exl3kit import run_log
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def copy(
     """
     sender, receiver = facts
     assert receiver.probe is not None
-    password = secrets.token_hex(16)
+    password = run_log.keep_secret(secrets.token_hex(16))
     port = str(next(port for port in range(FIRST_PORT, 65536) if port not in receiver.probe.listening))
     daemon = target.spawn(["sh", "-c", RECEIVER, "sh", into, receiver.address, port, sender.address])
     assert daemon.stdin is not None and daemon.stdout is not None

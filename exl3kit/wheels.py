@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from exl3kit.pins import Pins, Wheel
 
 if TYPE_CHECKING:
     from exl3kit.progress import Stage
+
+log = logging.getLogger(__name__)
 
 # Tags that a glibc of bookworm (2.36) can load; pip takes the newest that a project offers.
 _GLIBC = tuple(range(36, 4, -1))
@@ -181,4 +184,5 @@ def run_pip(arguments: Sequence[str], lines: list[str]) -> Iterator[str]:
         assert pip.stdout is not None
         for line in pip.stdout:
             lines.append(line.rstrip())
+            log.debug("pip: %s", lines[-1])
             yield lines[-1]

@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from exl3kit import run_log
 from exl3kit.cli import (
     bench,
     build,
     bundle,
+    completion,
     demo,
     doctor,
     export,
     image,
     init,
     lock,
+    misuse,
     models,
     output,
     overlay,
@@ -30,47 +33,94 @@ from exl3kit.cli import (
     recipe,
     report,
     serve,
+    teaching,
     verify,
     watch,
     weights,
 )
 from exl3kit.errors import ExitCode, KitError
 
-app = typer.Typer(
-    name="kit",
-    help="Build, prove and serve EXL3-quantised models with vLLM, on one machine or several.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("build")(build.build)
-app.command("fetch")(build.fetch)
-app.command("lock")(lock.lock)
-app.command("doctor")(doctor.doctor)
-app.command("plan")(plan.plan)
-app.command("init")(init.init)
-app.add_typer(bundle.app, name="bundle")
-app.add_typer(image.app, name="image")
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(verify.app, name="verify")
-app.add_typer(overlay.app, name="overlay")
-app.add_typer(models.app, name="models")
-app.add_typer(weights.app, name="weights")
-app.add_typer(bench.app, name="bench")
-app.add_typer(export.app, name="export")
-VERBS: tuple[Callable[..., None], ...] = (
-    *(serve.up, serve.down, serve.restart, serve.wait, serve.render, watch.status, watch.logs),
-    *(receipts.receipts, parity.parity, demo.demo, image.rollback, report.report),
-)
-for verb in VERBS:
-    app.command(verb.__name__)(verb)
+# Panel of `kit --help` -> verb -> what runs it, and what it is for; in the order in which a newcomer needs them.
+PANELS: dict[str, dict[str, tuple[Callable[..., None] | typer.Typer, str]]] = {
+    "Start here": {
+        "demo": (demo.demo, "build, serve and check two tiny models; needs no GPU"),
+        "init": (init.init, "a cluster file and a recipe that fit your machines"),
+        "doctor": (doctor.doctor, "what speaks against serving on the nodes, with the fix"),
+        "plan": (plan.plan, "bytes per rank, what fits, and what will run"),
+    },
+    "Serve": {
+        "build": (build.build, "make a recipe's image, the same on every node"),
+        "up": (serve.up, "serve a recipe: image, weights, ranks, a checked answer"),
+        "wait": (serve.wait, "wait until a deployment answers, as after a reboot"),
+        "status": (watch.status, "what stands on the nodes, rank by rank"),
+        "logs": (watch.logs, "the logs of all ranks, merged by time"),
+        "restart": (serve.restart, "replace what serves, once everything that may refuse did not"),
+        "down": (serve.down, "stop a deployment on every node"),
+        "rollback": (image.rollback, "bring a recipe's earlier image back"),
+    },
+    "Recipes": {
+        "recipe": (recipe.app, "list, show, check and import recipes"),
+        "lock": (lock.lock, "every input of a recipe's image, and its stamp"),
+        "render": (serve.render, "the files and settings that each rank would get"),
+        "export": (export.app, "a deployment for compose, docker run, systemd or Kubernetes"),
+    },
+    "Images and weights": {
+        "fetch": (build.fetch, "get what images are built from, to build without a network"),
+        "image": (image.app, "which image is on which node; remove old ones"),
+        "weights": (weights.app, "fetch, verify and copy a recipe's weights"),
+        "bundle": (bundle.app, "everything for a site without a network, in one file"),
+        "models": (models.app, "checkpoints of random bits, to try the kit with"),
+    },
+    "Prove and measure": {
+        "receipts": (receipts.receipts, "what every rank loaded and ran, and whether they agree"),
+        "verify": (verify.app, "hold compiled kernels against what is needed"),
+        "overlay": (overlay.app, "the patches of vLLM, and whether a vLLM fits them"),
+        "bench": (bench.app, "figures that can be trusted, or why they cannot"),
+        "parity": (parity.parity, "whether two ways to compute a model agree"),
+    },
+    "This program": {
+        "report": (report.report, "one archive for whoever helps you, without secrets"),
+        "completion": (completion.app, "completion of verbs, recipes and nodes for your shell"),
+    },
+}
+
+
+class Kit(teaching.Group):
+    """The program itself."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        teaching.with_epilogs(self)
+
+    def list_commands(self, ctx: object) -> list[str]:
+        """Every verb, in the order of its panels."""
+        return [name for verbs in PANELS.values() for name in verbs]
+
+
+app = teaching.App("Build, prove and serve EXL3-quantised models with vLLM, on one machine or several.", Kit)
+for panel, verbs in PANELS.items():
+    for name, (verb, purpose) in verbs.items():
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name, rich_help_panel=panel, short_help=purpose)
+        else:
+            app.command(name, rich_help_panel=panel, short_help=purpose)(verb)
+
+
+@app.callback()
+def kit(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=output.version, help="Print the kit's version.")
+    ] = False,
+) -> None:
+    """Build, prove and serve EXL3-quantised models with vLLM, on one machine or several."""
 
 
 def main() -> None:
     """Run one verb and leave with its exit code; whatever goes wrong becomes a sentence, never a traceback."""
     output.prepare()
-    raise SystemExit(output.settle(_run(as_json="--json" in sys.argv)))
+    status = output.settle(_run(as_json="--json" in sys.argv))
+    run_log.end(status)
+    raise SystemExit(status)
 
 
 def _run(*, as_json: bool) -> int:
@@ -80,7 +130,7 @@ def _run(*, as_json: bool) -> int:
     except KitError as error:
         return output.refuse(error, as_json=as_json)
     except typer.TyperException as error:
-        return _misused(error, as_json=as_json)
+        return misuse.refuse(error, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         status = int(ExitCode.INTERRUPTED)
     except SystemExit as ended:  # typer's way out when the reader of stdout left
@@ -94,12 +144,3 @@ def _run(*, as_json: bool) -> int:
     if status == ExitCode.INTERRUPTED:
         return output.refuse(KitError("interrupted", code=ExitCode.INTERRUPTED), as_json=as_json)
     return status if isinstance(status, int) else 0
-
-
-def _misused(error: typer.TyperException, *, as_json: bool) -> int:
-    """A verb, option or argument that does not exist; typer's own words say which, and what was meant."""
-    if as_json:
-        output.emit(KitError(error.format_message(), next_step="kit --help").as_json())
-    with contextlib.suppress(OSError):  # a stderr that takes nothing changes no verdict
-        getattr(error, "show", lambda: print(error.format_message(), file=sys.stderr))()
-    return int(ExitCode.USAGE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, bench_args, bench_kernels, bench_load, output
+from exl3kit.cli import args, bench_args, bench_kernels, bench_load, output, teaching
 from exl3kit.cli.serve import stoppable
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from exl3kit.bench.plans import Step
     from exl3kit.bench.targets import Target
 
-app = typer.Typer(help="Measure what is served, and refuse figures that mean nothing.", no_args_is_help=True)
+app = teaching.App("Measure what is served, and refuse figures that mean nothing.")
 
 
 app.command("kernels")(bench_kernels.kernels)
@@ -28,77 +28,53 @@ for verb in (bench_load.load, bench_load.mnbt, bench_load.profile):
     app.command(verb.__name__)(verb)
 
 
-@app.callback()
-def bench() -> None:
-    """Measure what is served, and refuse figures that mean nothing."""
-
-
 @app.command("prefill")
+@args.spread
 def prefill(
+    server: bench_args.Server,
+    counting: bench_args.Counting,
     recipe: bench_args.RecipeOption = None,
-    nodes: bench_args.Nodes = "local",
-    sets: args.SetOption = None,
-    url: bench_args.Url = None,
-    key_file: bench_args.KeyFile = None,
-    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
-    count: bench_args.Count = bench_args.LEAST,
-    max_cv: bench_args.MaxCv = 0.15,
-    quick: bench_args.Quick = False,
-    out: bench_args.Out = None,
+    rungs: bench_args.Rungs = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Cold prefill over a ladder of prompt lengths; a row counts only when no token of it came from a cache."""
-
     from exl3kit.bench import campaign
 
-    with bench_args.opened_target(recipe, sets, nodes, url, key_file) as target:
-        steps = campaign.prefill(target, bench_args.numbers(rungs, "--rungs"), count, bench_args.least(quick))
-        _measure("prefill", target, steps, bench_args.folder(out, "prefill"), max_cv, as_json)
+    with bench_args.opened_target(recipe, server) as target:
+        steps = campaign.prefill(target, bench_args.numbers(rungs, "--rungs"), counting.count, counting.least)
+        _measure("prefill", target, steps, counting, as_json=as_json)
 
 
 @app.command("decode")
+@args.spread
 def decode(
+    server: bench_args.Server,
+    counting: bench_args.Counting,
     recipe: bench_args.RecipeOption = None,
-    nodes: bench_args.Nodes = "local",
-    sets: args.SetOption = None,
-    url: bench_args.Url = None,
-    key_file: bench_args.KeyFile = None,
-    count: bench_args.Count = bench_args.LEAST,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of each answer.")] = 400,
-    streams: Annotated[str, typer.Option("--streams", help="Answers at once; those that would queue are left out.")] = (
-        "1,4,8"
-    ),
-    max_cv: bench_args.MaxCv = 0.15,
-    quick: bench_args.Quick = False,
-    out: bench_args.Out = None,
+    streams: Annotated[
+        str, typer.Option("--streams", metavar="N,N", help="Answers at once; those that would queue are left out.")
+    ] = "1,4,8",
     as_json: args.JsonOption = False,
 ) -> None:
     """Decode: structured and prose answers one at a time, then several at once; acceptance length when speculative."""
-
     from exl3kit.bench import campaign
 
-    with bench_args.opened_target(recipe, sets, nodes, url, key_file) as target:
-        steps = campaign.decode(
-            target, count, tokens, bench_args.numbers(streams, "--streams"), bench_args.least(quick)
-        )
-        _measure("decode", target, steps, bench_args.folder(out, "decode"), max_cv, as_json)
+    with bench_args.opened_target(recipe, server) as target:
+        several = bench_args.numbers(streams, "--streams")
+        steps = campaign.decode(target, counting.count, tokens, several, counting.least)
+        _measure("decode", target, steps, counting, as_json=as_json)
 
 
 @app.command("ab")
+@args.spread
 def ab(
     recipe: args.RecipeArg,
-    against: bench_args.Against = None,
-    nodes: bench_args.Nodes = "local",
-    sets: args.SetOption = None,
-    a_sets: bench_args.SetsA = None,
-    b_sets: bench_args.SetsB = None,
-    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths, such as 8K,64K.")] = None,
-    count: bench_args.Count = bench_args.LEAST,
+    arms: bench_args.Arms,
+    counting: bench_args.Counting,
+    rungs: bench_args.Rungs = None,
     boots: Annotated[int, typer.Option("--boots", help="How many; they alternate and begin and end with A.")] = 5,
     level: Annotated[float, typer.Option("--level", min=1e-6, max=0.5, help="Probability of a false claim.")] = 0.02,
-    max_cv: bench_args.MaxCv = 0.15,
-    quick: bench_args.Quick = False,
-    out: bench_args.Out = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Compare cold prefill of two arms over alternating boots; exit code 8 when the campaign proves nothing.
@@ -110,19 +86,19 @@ def ab(
     from exl3kit.bench import differences, targets
     from exl3kit.bench.records import Recorder
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    by_arm = dict(zip("AB", bench_args.arms(recipe, against, sets, a_sets, b_sets), strict=True))
+    by_arm = dict(zip("AB", arms.load(recipe), strict=True))
     console = output.console(as_json=as_json)
-    progress = Progress(console)
-    recorder = Recorder(bench_args.folder(out, "ab"))
-    with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
+    progress = output.progress(Run("bench ab", by_arm["A"].name, arms.nodes), as_json=as_json)
+    recorder = Recorder(bench_args.folder(counting.out, "ab"))
+    with stoppable(), open_nodes(arms.nodes) as opened, contextlib.closing(recorder):
         named = campaign.named_differences(by_arm["A"], by_arm["B"], opened)
         for line in differences.told(named):
             progress.tell(f"the arms differ in {line}")
         question = campaign.Question(
-            rungs=bench_args.numbers(rungs, "--rungs"), count=count, boots=boots,
-            least=bench_args.least(quick), max_cv=max_cv, level=level, named=list(named),
+            rungs=bench_args.numbers(rungs, "--rungs"), count=counting.count, boots=boots,
+            least=counting.least, max_cv=counting.max_cv, level=level, named=list(named),
             tiers={arm: loaded.exl3.tier for arm, loaded in by_arm.items()},
         )  # fmt: skip
         told = {name: targets.recorded(by_arm[arm]) for name, arm in (("a", "A"), ("b", "B"))}
@@ -138,13 +114,9 @@ def ab(
 
 
 @app.command("selftest")
+@args.spread
 def selftest(
-    recipe: bench_args.RecipeOption = None,
-    nodes: bench_args.Nodes = "local",
-    sets: args.SetOption = None,
-    url: bench_args.Url = None,
-    key_file: bench_args.KeyFile = None,
-    as_json: args.JsonOption = False,
+    server: bench_args.Server, recipe: bench_args.RecipeOption = None, as_json: args.JsonOption = False
 ) -> None:
     """Put everything before the gate that it must refuse, recorded and live; 0 only when each is refused.
 
@@ -153,17 +125,16 @@ def selftest(
     from dataclasses import asdict
 
     from exl3kit.bench import selftest as tests
-    from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(as_json=as_json)
     with progress.stage("recorded"):
         cases = [*tests.of_recorded(), *tests.of_campaigns()]
     with progress.stage("live, on a server of known speed"):
         cases += tests.of_live()
-    if recipe is not None or url is not None:
+    if recipe is not None or server.url is not None:
         with (
-            bench_args.opened_target(recipe, sets, nodes, url, key_file) as target,
+            bench_args.opened_target(recipe, server) as target,
             progress.stage(f"live, on {target.place.name}"),
         ):
             cases += tests.of_server(target)
@@ -247,17 +218,16 @@ def show_comparison(found: Comparison, console: Console) -> None:
     console.print(f"verdict: {found.verdict} ({found.why})", markup=False)
 
 
-def _measure(verb: str, target: Target, steps: Sequence[Step], where: Path, max_cv: float, as_json: bool) -> None:
+def _measure(verb: str, target: Target, steps: Sequence[Step], counting: bench_args.Counting, *, as_json: bool) -> None:
     """Carry a plan out on one boot, show what came of it, and leave with 8 when it proves nothing."""
     from exl3kit.bench import campaign, targets
     from exl3kit.bench.records import Recorder
-    from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
-    recorder = Recorder(where)
+    recorder = Recorder(bench_args.folder(counting.out, verb))
     with contextlib.closing(recorder):
-        recorder.begin(verb, {**targets.described(target), "max_cv": max_cv})
-        outcome = campaign.run(target, steps, recorder, Progress(console), max_cv=max_cv)
+        recorder.begin(verb, {**targets.described(target), "max_cv": counting.max_cv})
+        outcome = campaign.run(target, steps, recorder, output.progress(as_json=as_json), max_cv=counting.max_cv)
     if as_json:
         output.emit(outcome.as_json())
     else:

@@ -5,30 +5,80 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from exl3kit.cli import args
 from exl3kit.cli.serve import stoppable
 
 if TYPE_CHECKING:
     from exl3kit.bench.targets import Target
     from exl3kit.recipe import Recipe
 
-RecipeOption = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="A recipe that is up, on --nodes.")]
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
-Url = Annotated[str | None, typer.Option("--url", help="Measure this server, from here, in place of a recipe.")]
-KeyFile = Annotated[str | None, typer.Option("--key-file", help="File with the API key of --url.")]
+RecipeOption = Annotated[str | None, args.recipe("A recipe that is up, on --nodes.")]
 Out = Annotated[Path | None, typer.Option("--out", help="New folder for the receipts; else bench/TIME-VERB.")]
-Count = Annotated[int, typer.Option("--count", min=1, help="Observations of each rung; fewer than 5 are not valid.")]
-MaxCv = Annotated[float, typer.Option("--max-cv", min=0, help="Largest coefficient of variation within a boot.")]
-Against = Annotated[str | None, typer.Argument(metavar="[B]", help="Recipe of the second arm; else as the first.")]
-SetsA = Annotated[list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="Override a key in the first arm.")]
-SetsB = Annotated[list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="Override a key in the second arm.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Accept fewer than 5 observations: for trying, not for figures.")]
+Rungs = Annotated[str | None, typer.Option("--rungs", metavar="N,N", help="Prompt lengths, such as 8K,64K.")]
 
 LEAST = 5  # as in `exl3kit.bench.plans`, which is not imported before a verb runs
+
+
+@dataclass(frozen=True)
+class Server:
+    """Options that say what is measured: a recipe that is up on nodes, or any server."""
+
+    nodes: args.NodesOption = "local"
+    sets: args.SetOption = None
+    url: Annotated[str | None, typer.Option("--url", help="Measure this server, from here, in place of a recipe.")] = (
+        None
+    )
+    key_file: Annotated[Path | None, typer.Option("--key-file", help="File with the API key of --url.")] = None
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Options that say how many observations are made, and which count."""
+
+    count: Annotated[
+        int, typer.Option("--count", min=1, help="Observations of each rung; fewer than 5 are not valid.")
+    ] = LEAST
+    max_cv: Annotated[
+        float, typer.Option("--max-cv", min=0, help="Largest coefficient of variation within a boot.")
+    ] = 0.15
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Accept fewer than 5 observations: for trying, not for figures.")
+    ] = False
+    out: Out = None
+
+    @property
+    def least(self) -> int:
+        """How many observations of a rung must count."""
+        return 1 if self.quick else LEAST
+
+
+@dataclass(frozen=True)
+class Arms:
+    """Options that say which two arms are compared, and where."""
+
+    against: Annotated[str | None, args.recipe("Recipe of the second arm; else as the first.", "B")] = None
+    nodes: args.NodesOption = "local"
+    sets: args.SetOption = None
+    a_sets: Annotated[
+        list[str] | None, typer.Option("--a", metavar="KEY=VALUE", help="Override a key in the first arm.")
+    ] = None
+    b_sets: Annotated[
+        list[str] | None, typer.Option("--b", metavar="KEY=VALUE", help="Override a key in the second arm.")
+    ] = None
+
+    def load(self, recipe: str) -> tuple[Recipe, Recipe]:
+        """The recipes of the two arms: `--set` holds for both, `--a` and `--b` for one."""
+        from exl3kit import recipes
+
+        both = list(self.sets or ())
+        first = recipes.load(recipe, both + (self.a_sets or []))
+        return first, recipes.load(self.against or recipe, both + (self.b_sets or []))
 
 
 def folder(out: Path | None, verb: str) -> Path:
@@ -49,27 +99,11 @@ def numbers(text: str | None, option: str) -> list[int]:
         ) from error
 
 
-def least(quick: bool) -> int:
-    """How many observations of a rung must count."""
-    return 1 if quick else LEAST
-
-
-def arms(
-    recipe: str, against: str | None, sets: list[str] | None, a_sets: list[str] | None, b_sets: list[str] | None
-) -> tuple[Recipe, Recipe]:
-    """The recipes of the two arms: `--set` holds for both, `--a` and `--b` for one."""
-    from exl3kit import recipes
-
-    both = list(sets or ())
-    return recipes.load(recipe, both + (a_sets or [])), recipes.load(against or recipe, both + (b_sets or []))
-
-
 @contextmanager
-def opened_target(
-    recipe: str | None, sets: list[str] | None, nodes: str, url: str | None, key_file: str | None
-) -> Iterator[Target]:
+def opened_target(recipe: str | None, server: Server) -> Iterator[Target]:
     """What the options name, while the verb may be stopped."""
     from exl3kit.bench import targets
 
-    with stoppable(), targets.opened(recipe, sets or (), nodes, url, key_file) as target:
+    key_file = str(server.key_file) if server.key_file else None
+    with stoppable(), targets.opened(recipe, server.sets or (), server.nodes, server.url, key_file) as target:
         yield target

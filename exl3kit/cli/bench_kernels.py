@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def kernels(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="In whose image to measure.")] = None,
-    nodes: Annotated[str, typer.Option("--nodes", help="Where; each is measured, one after the other.")] = "local",
+    recipe: Annotated[str | None, args.recipe("In whose image to measure.")] = None,
+    nodes: Annotated[str, args.nodes("Where; each is measured, one after the other.")] = "local",
     library: Annotated[
         Path | None, typer.Option("--library", help="Measure this library on this machine, without a container.")
     ] = None,
@@ -31,9 +31,8 @@ def kernels(
     Exit code 3 where there is no GPU, 8 when results were wrong or differed from run to run.
     """
     from exl3kit.cli.bench_args import folder
-    from exl3kit.progress import Progress
 
-    progress = Progress(output.console(as_json=True))
+    progress = output.progress(as_json=True)
     into = folder(out, "kernels")
     if (recipe is None) == (library is None):
         raise KitError("name a recipe, or a file with --library", next_step="kit bench kernels RECIPE --nodes NAME")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def load(
     recipe: args.RecipeArg,
-    nodes: bench_args.Nodes = "local",
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     levels: Annotated[str, typer.Option("--levels", help="Requests at once.")] = "1,2,4,8",
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of each prompt.")] = 512,
@@ -32,16 +32,15 @@ def load(
     from exl3kit.bench import load as loads
     from exl3kit.bench import targets
     from exl3kit.bench.records import Recorder
-    from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
     asked = loads.Load(bench_args.numbers(levels, "--levels"), prompt, answer)
-    with bench_args.opened_target(recipe, sets, nodes, None, None) as target:
+    with bench_args.opened_target(recipe, bench_args.Server(nodes, sets)) as target:
         recorder = Recorder(bench_args.folder(out, "load"))
         with contextlib.closing(recorder):
             recorder.begin("load", {**targets.described(target), "prompt": prompt, "answer": answer})
             recorder.write("boot", {"number": 0, "arm": "A", "environment": target.environment()})
-            rows, faults = loads.run(target, asked, recorder, Progress(console))
+            rows, faults = loads.run(target, asked, recorder, output.progress(as_json=as_json))
             recorder.write("result", {"faults": faults, "valid": not faults})
     if as_json:
         output.emit({"levels": rows, "faults": faults, "valid": not faults, "receipts": str(recorder.folder)})
@@ -65,16 +64,16 @@ def show_levels(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(table, markup=False)
 
 
+@args.spread
 def mnbt(
     recipe: args.RecipeArg,
-    nodes: bench_args.Nodes = "local",
+    counting: bench_args.Counting,
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     values: Annotated[str, typer.Option("--values", help="Values of max_num_batched_tokens.")] = "1K,2K,4K,8K",
-    rungs: Annotated[str | None, typer.Option("--rungs", help="Prompt lengths; the ends decide.")] = None,
-    count: bench_args.Count = bench_args.LEAST,
-    max_cv: bench_args.MaxCv = 0.15,
-    quick: bench_args.Quick = False,
-    out: bench_args.Out = None,
+    rungs: Annotated[
+        str | None, typer.Option("--rungs", metavar="N,N", help="Prompt lengths; the ends decide.")
+    ] = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Boot a recipe with each value, and recommend the smallest that gives nearly the most throughput."""
@@ -83,25 +82,27 @@ def mnbt(
     from exl3kit.bench import mnbt as sweep
     from exl3kit.bench.records import Recorder
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
     loaded = recipes.load(recipe, sets or ())
     console = output.console(as_json=as_json)
-    progress = Progress(console)
-    recorder = Recorder(bench_args.folder(out, "mnbt"))
+    progress = output.progress(Run("bench mnbt", loaded.name, nodes), as_json=as_json)
+    recorder = Recorder(bench_args.folder(counting.out, "mnbt"))
     found: list[Setting] = []
     faults: list[str] = []
     with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
-        recorder.begin("mnbt", {**targets.recorded(loaded), "max_cv": max_cv})
+        recorder.begin("mnbt", {**targets.recorded(loaded), "max_cv": counting.max_cv})
         for number, value in enumerate(bench_args.numbers(values, "--values")):
             with ab.booted(sweep.with_value(loaded, value), opened, progress) as target:
                 ladder = plans.ladder(target.max_model_len, bench_args.numbers(rungs, "--rungs"))
-                steps = sweep.steps(ladder, count, bench_args.least(quick))
+                steps = sweep.steps(ladder, counting.count, counting.least)
                 seen = campaign.observe(target, steps, recorder, progress, number, f"observe {value}")
-                beside = sweep.beside_long(target, ladder[0], ladder[-1], count)
+                beside = sweep.beside_long(target, ladder[0], ladder[-1], counting.count)
                 told = {"environment": target.environment(), "value": value, "beside": beside}
                 recorder.write("boot", {"number": number, "arm": "A", **told, "pool": sweep.pool_of(target)})
-                faults += [f"{value}: {fault}" for fault in summaries.faults(summaries.judged(seen), max_cv=max_cv)]
+                faults += [
+                    f"{value}: {fault}" for fault in summaries.faults(summaries.judged(seen), max_cv=counting.max_cv)
+                ]
                 if not faults:
                     found.append(sweep.setting(value, seen, beside, sweep.pool_of(target)))
         chosen, why = sweep.recommend(found) if found and not faults else (None, "")
@@ -132,7 +133,7 @@ def show_settings(found: Sequence[Setting], console: Console) -> None:
 
 def profile(
     recipe: args.RecipeArg,
-    nodes: bench_args.Nodes = "local",
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the prefill that is profiled.")] = 8192,
     as_json: args.JsonOption = False,
@@ -144,12 +145,12 @@ def profile(
     from exl3kit.bench import ab
     from exl3kit.bench import profile as profiles
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
     loaded = recipes.load(recipe, sets or ())
     profiles.refuse_without_gpu(loaded)
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(Run("bench profile", loaded.name, nodes), as_json=as_json)
     found: dict[str, list[dict[str, Any]]] = {}
     with stoppable(), open_nodes(nodes) as opened:
         for name in ("prefill", "decode"):  # a boot each: the traces of one run stay apart from the other's

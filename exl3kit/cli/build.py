@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl3kit.cli import output
-from exl3kit.cli.args import JsonOption, RecipeArg, SetOption
+from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
     from exl3kit.built_image import BuiltImage
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
 
 
 def build(
-    recipe: RecipeArg,
+    recipe: args.RecipeArg,
     other: Annotated[
-        str | None, typer.Argument(metavar="[LOCK]", help="With --explain: compare RECIPE with this, lock with lock.")
+        str | None, typer.Argument(metavar="LOCK", help="With --explain: compare RECIPE with this, lock with lock.")
     ] = None,
     nodes: Annotated[
-        str,
-        typer.Option(
-            "--nodes", "--node", metavar="NAMES", help="Build on the first of these nodes' engines, copy to the others."
-        ),
+        str, args.nodes("Build on the first of these nodes' engines, copy to the others.", "--node")
     ] = "local",
     on: Annotated[
         str | None, typer.Option("--on", metavar="NODE", help="Build on this node instead of the first.")
@@ -47,8 +43,8 @@ def build(
         str | None, typer.Option(metavar="OLD", help="With --dry-run: what changed since OLD, a stamp or a lock file.")
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Build anew what is there already.")] = False,
-    sets: SetOption = None,
-    as_json: JsonOption = False,
+    sets: args.SetOption = None,
+    as_json: args.JsonOption = False,
 ) -> None:
     """Build the image of a recipe; nothing to do when its stamp is there already."""
     from exl3kit import lock as locks
@@ -75,18 +71,16 @@ def build(
 
 
 def fetch(
-    names: Annotated[
-        list[str], typer.Argument(metavar="RECIPE...", help="Shipped recipes' names, or paths of .yaml files.")
-    ],
-    sets: SetOption = None,
-    as_json: JsonOption = False,
+    names: args.RecipesArg,
+    sets: args.SetOption = None,
+    as_json: args.JsonOption = False,
 ) -> None:
     """Fetch what the images of recipes are built from, checked by hash; `kit build --offline` then needs no network."""
     from exl3kit import pins, recipes, wheelhouse
     from exl3kit.cli.serve import stoppable
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("fetch", " ".join(names)), as_json=as_json)
     with stoppable():
         sources = [wheelhouse.of(recipes.load(name, sets or [])) for name in names]
         for one in sources:
@@ -96,10 +90,9 @@ def fetch(
                     f"{one.pinned.base.reference} stays in its registry: `kit bundle save` can carry an image"
                 )
     files = {path for one in sources for path in one.files()}
+    progress.summary()
     if as_json:
         output.emit({"files": len(files), "size": wheelhouse.size(files), "seconds": progress.seconds})
-    else:
-        progress.summary()
 
 
 def _compare(old: str, new: str, named: str, *, explain: bool, as_json: bool) -> None:
@@ -171,9 +164,9 @@ def _build(recipe: Recipe, lock: Lock, named: str, on: str | None, *, cache: boo
     from exl3kit import image, nodes
     from exl3kit.cli.serve import stoppable
     from exl3kit.errors import KitError
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("build", recipe.name, named), as_json=as_json)
     with stoppable(), nodes.open_nodes(named) as opened:
         if on is not None and on not in [node.name for node in opened]:
             raise KitError(f"{on} is none of the nodes", where="--on", next_step=f"name one of {named}")
@@ -182,10 +175,9 @@ def _build(recipe: Recipe, lock: Lock, named: str, on: str | None, *, cache: boo
             progress.tell(f"since the last image: {change}")
         built = image.ensure(recipe, lock, opened, progress=progress, cache=cache, builder=on)
         names = [node.name for node in opened]
+    progress.summary()
     if as_json:
         output.emit({**summary(recipe, lock, changes), "nodes": names, **_result(built, progress)})
-    elif len(progress.timings) > 1:
-        progress.summary()
 
 
 def _result(built: BuiltImage, progress: Progress) -> dict[str, object]:

@@ -7,25 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 
 if TYPE_CHECKING:
     from exl3kit.progress import Progress
     from exl3kit.recipe import Recipe
 
-app = typer.Typer(help="Everything a site without a network needs, in one file.", no_args_is_help=True,
-                  rich_markup_mode=None)  # fmt: skip
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
+app = teaching.App("Everything a site without a network needs, in one file.")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle, a tar file.", show_default=False)]
 
 
 @app.command()
 def save(
     file: File,
-    names: Annotated[
-        list[str], typer.Argument(metavar="RECIPE...", help="Shipped recipes' names, or paths of .yaml files.")
-    ],
-    nodes: Nodes = "local",
+    names: args.RecipesArg,
+    nodes: args.NodesOption = "local",
     images: Annotated[bool, typer.Option("--images/--no-images", help="The built images, from the nodes.")] = True,
     sources: Annotated[
         bool, typer.Option("--sources/--no-sources", help="What images are built from: wheels and root file systems.")
@@ -37,14 +33,15 @@ def save(
     """Write a bundle of recipes: images, their sources and the kit's own wheels, with a hash of everything."""
     from exl3kit import bundle, recipes
     from exl3kit.cli.serve import stoppable
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("bundle save", " ".join(names), nodes), as_json=as_json)
     loaded = [recipes.load(name) for name in names]
     with stoppable(), bundle.beside(file.absolute()) as out:
         _write(
             loaded, nodes, out, file.absolute().parent, progress, images=images, sources=sources, kit=kit, models=models
         )
+    progress.summary()
     written = bundle.read(file)
     if as_json:
         output.emit(_told(written))
@@ -118,9 +115,7 @@ def _add_model(writer: object, recipe: Recipe) -> None:
 @app.command()
 def load(
     file: File,
-    nodes: Annotated[
-        str | None, typer.Option("--nodes", help="Load the images there: ssh names, a cluster file, or local.")
-    ] = None,
+    nodes: Annotated[str | None, args.nodes("Load the images there: ssh names, a cluster file, or local.")] = None,
     into: Annotated[Path, typer.Option("--models-into", help="Where checkpoints go.")] = Path("models"),
     as_json: args.JsonOption = False,
 ) -> None:
@@ -128,9 +123,9 @@ def load(
     from exl3kit import bundle, paths
     from exl3kit.cli.serve import stoppable
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("bundle load", file.name, nodes or ""), as_json=as_json)
     found = bundle.read(file)
     with stoppable():
         with progress.stage("check the bundle", total=sum(member.size for member in found.members)) as stage:
@@ -138,7 +133,7 @@ def load(
             stage.conclude(f"{len(found.members)} files as they were saved")
         for kind, place in (("cache", paths.cache_dir()), ("kit", paths.cache_dir("kit")), ("models", into)):
             if found.of(kind):
-                with progress.stage(kind) as stage:
+                with progress.stage(kind, total=sum(member.size for member in found.of(kind))) as stage:
                     stage.conclude(f"{len(bundle.unpack(found, kind, place, stage))} files in {place}")
         if nodes is not None and found.images:
             with open_nodes(nodes) as opened:
@@ -147,6 +142,7 @@ def load(
             progress.tell(f"{len(found.images)} image(s) stay in the bundle: name --nodes to load them")
     if found.of("kit"):
         progress.tell(f"the kit without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS={paths.cache_dir('kit')} ./kit.py")
+    progress.summary()
     if as_json:
         output.emit({**_told(found), "seconds": progress.seconds})
 

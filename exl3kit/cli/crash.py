@@ -16,12 +16,13 @@ def report(error: Exception) -> KitError:
     if isinstance(error, ImportError) and not (error.name or "").startswith("exl3kit"):
         what = printable(f"the kit's environment is damaged: {error}")
         return KitError(what, next_step=f"rm -r {sys.prefix}, then start kit.py again", code=ExitCode.PREFLIGHT)
-    what = printable(f"the kit failed: {type(error).__name__}: {error}".rstrip(": "))
+    told = KitError(printable(f"the kit failed: {type(error).__name__}: {error}".rstrip(": ")), code=ExitCode.FAULT)
+    told.__cause__ = error
     try:
-        log = _write(error)
+        told.next_step = f"this is a fault of the kit; please report it with {_write(error)}"
     except (OSError, KitError) as refused:
-        return KitError(what, why=f"and its log could not be written: {refused}", code=ExitCode.FAULT)
-    return KitError(what, next_step=f"this is a fault of the kit; please report it with {log}", code=ExitCode.FAULT)
+        told.why = f"and its log could not be written: {refused}"
+    return told
 
 
 def _write(error: Exception) -> Path:

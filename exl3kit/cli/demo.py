@@ -23,7 +23,7 @@ def demo(
         bool, typer.Option("--install-engine", help="Install the distribution's Docker engine when there is none.")
     ] = False,
     nodes: Annotated[
-        str, typer.Option("--nodes", metavar="NAME", help="Run on this node's engine (an ssh name) instead of here.")
+        str, args.nodes("Run on this node's engine (an ssh name) instead of here.", metavar="NAME")
     ] = "local",
     keep: Annotated[bool, typer.Option("--keep", help="Leave both models serving.")] = False,
     as_json: args.JsonOption = False,
@@ -32,10 +32,10 @@ def demo(
     from exl3kit import demo as demos
     from exl3kit import engine_setup
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(Run("demo", "demo", nodes), as_json=as_json)
     host = one_host(nodes)
     here = engine_setup.ensured(install=install_engine, keep=keep, progress=progress)
     with stoppable(), here if host.is_local else nullcontext(), open_nodes([host]) as (opened,):

@@ -17,12 +17,8 @@ COLOURS = {"ok": "green", "warn": "yellow", "refuse": "red"}
 
 
 def doctor(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Also check what this recipe needs of the nodes.")
-    ] = None,
-    nodes: Annotated[
-        str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")
-    ] = "local",
+    recipe: Annotated[str | None, args.recipe("Also check what this recipe needs of the nodes.")] = None,
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     no_bandwidth: Annotated[
         bool, typer.Option("--no-bandwidth", help="Send nothing between the nodes (else for a second each way).")

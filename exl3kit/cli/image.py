@@ -6,22 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 
 if TYPE_CHECKING:
     from exl3kit.image_store import Held
     from exl3kit.lock import Lock
 
-app = typer.Typer(help="Images of the kit on nodes.", no_args_is_help=True, rich_markup_mode=None)
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
+app = teaching.App("Images of the kit on nodes.")
 
 
 @app.command()
 def status(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Say which images match this tree's recipe.")
-    ] = None,
-    nodes: Nodes = "local",
+    recipe: Annotated[str | None, args.recipe("Say which images match this tree's recipe.")] = None,
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
 ) -> None:
@@ -93,7 +90,7 @@ def age(seconds: float) -> str:
 
 @app.command()
 def prune(
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest images stay.")] = 3,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
     as_json: args.JsonOption = False,
@@ -117,7 +114,7 @@ def prune(
 
 def rollback(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     to: Annotated[
         str | None, typer.Option("--to", metavar="STAMP", help="Which image; the previous one when left out.")
     ] = None,
@@ -127,12 +124,13 @@ def rollback(
     from exl3kit import image_store
     from exl3kit.cli.serve import deployment_name, stoppable
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
     name = deployment_name(recipe)
+    progress = output.progress(Run("rollback", name, nodes), as_json=as_json)
     with stoppable(), open_nodes(nodes) as opened:
         built = image_store.bring_back(opened, name, to or image_store.previous(opened, name), progress)
+    progress.summary()
     if as_json:
         output.emit({"recipe": name, "stamp": built.stamp, "tag": built.tag, "seconds": progress.seconds})
         return

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def init(
-    nodes: Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")],
+    nodes: args.NodesOption,
     model: Annotated[str | None, typer.Option("--model", help="Part of a shipped recipe's name; else asked.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for cluster.yaml and recipe.yaml.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: the largest model that fits.")] = False,

@@ -48,10 +48,9 @@ def lock(
 
 def _update(loaded: Recipe, as_json: bool) -> None:
     from exl3kit import kernel_builder, paths, pins, resolve
-    from exl3kit.progress import Progress
 
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(as_json=as_json)
     if loaded.model.repo is not None and loaded.model.revision is None:
         from exl3kit import hub
 

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 
-app = typer.Typer(help="Checkpoints to try the kit with.", no_args_is_help=True)
-
-
-@app.callback()
-def models() -> None:
-    """Checkpoints to try the kit with."""
+app = teaching.App("Checkpoints to try the kit with.")
 
 
 @app.command("synth")
@@ -36,9 +31,8 @@ def synth(
 ) -> None:
     """Write a checkpoint of random bits in a model's true shapes: to see whether it fits, and how fast it runs."""
     from exl3kit import synthetic
-    from exl3kit.progress import Progress
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(as_json=as_json)
     options = ["--rates", rates, "--codebooks", codebooks, "--seed", str(seed)]
     options += ["--shared-suh"] if shared_suh else []
     where = synthetic.make(synthetic.geometry(like, layers), out, options, progress)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from exl3kit import run_log
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from exl3kit.errors import KitError
+    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
 READER_LEFT = 141  # what a shell shows of a program that SIGPIPE ended, as `cat` in `cat FILE | head -1`
 
@@ -93,6 +96,13 @@ def console(*, as_json: bool = False) -> Console:
     return Plain(stderr=as_json, highlight=False, soft_wrap=True)
 
 
+def progress(run: Run | None = None, *, as_json: bool = False) -> Progress:
+    """The reporter of a long verb; with `run` its summary holds the seconds against those of the last such run."""
+    from exl3kit.progress import Progress
+
+    return Progress(console(as_json=as_json), run=run)
+
+
 def emit(fields: Mapping[str, object]) -> None:
     """Print the one JSON object of a `--json` run."""
     print(json.dumps(fields, indent=2, sort_keys=True, default=str))
@@ -100,7 +110,18 @@ def emit(fields: Mapping[str, object]) -> None:
 
 def refuse(error: KitError, *, as_json: bool) -> int:
     """Say why the kit stops: a sentence on stderr, and the same as JSON on stdout when asked; returns the exit code."""
+    run_log.record(error)
+    log = run_log.place()
     if as_json:
-        emit(error.as_json())
-    _tell(f"kit: {error}")
+        emit(error.as_json() | ({"log": log} if log else {}))
+    _tell(f"kit: {error}" + (f"\n  log: {log}" if log else ""))
     return int(error.code)
+
+
+def version(asked: bool) -> None:
+    """Print the kit's version and end, when asked to."""
+    if asked:
+        from exl3kit import __version__
+
+        print(f"kit {__version__}")
+        raise SystemExit(0)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(help="The patches of vLLM, and the contract that the overlay rests on.", no_args_is_help=True)
+app = teaching.App("The patches of vLLM, and the contract that the overlay rests on.")
 
 
 @app.command("render")
 def render(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Whose vLLM it is about.")] = None,
+    recipe: Annotated[str | None, args.recipe("Whose vLLM it is about.")] = None,
     vllm: Annotated[str | None, typer.Option("--vllm", help="A version, in place of a recipe.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder to write the diffs to.")] = Path("patches"),
     as_json: args.JsonOption = False,

@@ -16,13 +16,10 @@ if TYPE_CHECKING:
     from exl3kit.bench.parity import Parity
 
 
+@args.spread
 def parity(
     recipe: args.RecipeArg,
-    against: bench_args.Against = None,
-    nodes: bench_args.Nodes = "local",
-    sets: args.SetOption = None,
-    a_sets: bench_args.SetsA = None,
-    b_sets: bench_args.SetsB = None,
+    arms: bench_args.Arms,
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of the given text.")] = 1024,
     window: Annotated[int, typer.Option("--window", min=8, help="Tokens of one prompt.")] = 200,
     decode: Annotated[int, typer.Option("--decode", min=2, help="Decode steps after each of two prompts.")] = 64,
@@ -40,15 +37,15 @@ def parity(
     from exl3kit.bench import parity as compared
     from exl3kit.bench.records import Recorder
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    first, second = (compared.scoring(one) for one in bench_args.arms(recipe, against, sets, a_sets, b_sets))
+    first, second = (compared.scoring(one) for one in arms.load(recipe))
     question = compared.Question(tokens, window, decode, compared.limit_for(first, second) if limit is None else limit)
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(Run("parity", first.name, arms.nodes), as_json=as_json)
     recorder = Recorder(bench_args.folder(out, "parity"))
     scores: list[compared.Scores] = []
-    with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
+    with stoppable(), open_nodes(arms.nodes) as opened, contextlib.closing(recorder):
         named = ab.named_differences(first, second, opened)
         recorder.begin("parity", {"a": targets.recorded(first), "b": targets.recorded(second), "named": list(named),
                                   "question": question.settings()})  # fmt: skip

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: args.RecipeArg,
-    nodes: Annotated[
-        str | None, typer.Option("--nodes", help="Hold the plan against these nodes; machines as sold if left out.")
-    ] = None,
+    nodes: Annotated[str | None, args.nodes("Hold the plan against these nodes; machines as sold if left out.")] = None,
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from exl3kit.cli import args, output, serve
+from exl3kit.cli import args, output
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ ROWS = (
 
 def receipts(
     recipe: args.RecipeArg,
-    nodes: serve.Nodes = "local",
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
 ) -> None:

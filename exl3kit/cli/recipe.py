@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output, recipe_import
+from exl3kit.cli import args, output, recipe_import, teaching
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
     from exl3kit.recipe_checks import Verdict
 
-app = typer.Typer(help="List, show and check recipes.", no_args_is_help=True, rich_markup_mode=None)
+app = teaching.App("List, show and check recipes.")
 
 
-@app.command("list")
+@app.command("list", cls=teaching.Lookup)
 def list_recipes(as_json: args.JsonOption = False) -> None:
     """The recipes that come with the kit: what each is for, and on which machines."""
     from exl3kit import recipe_checks, recipes
@@ -31,7 +31,7 @@ def list_recipes(as_json: args.JsonOption = False) -> None:
         console.print(f"{'':<{width}}  {verdict.hardware}", style="dim", markup=False)
 
 
-@app.command()
+@app.command(cls=teaching.Lookup)
 def show(recipe: args.RecipeArg, sets: args.SetOption = None, as_json: args.JsonOption = False) -> None:
     """The recipe after extends and --set, with defaults filled in and the source of each value."""
     from exl3kit import recipe_view, recipes
@@ -43,15 +43,11 @@ def show(recipe: args.RecipeArg, sets: args.SetOption = None, as_json: args.Json
         print(recipe_view.as_yaml(effective), end="")
 
 
-@app.command()
+@app.command(cls=teaching.Lookup)
 def check(
     files: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE]...",
-            help="Names, files or patterns such as 'recipes/*.yaml'; all shipped recipes if none is given.",
-            autocompletion=args.complete_recipe,
-        ),
+        args.recipe("Names, files or patterns such as 'recipes/*.yaml'; all shipped recipes if none is given."),
     ] = None,
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
@@ -80,7 +76,7 @@ def _print_verdicts(verdicts: list[Verdict]) -> None:
                 print(f"  {line}")
 
 
-@app.command()
+@app.command(cls=teaching.Lookup)
 def schema(as_json: args.JsonOption = True) -> None:
     """The JSON Schema of a recipe, for editors: `kit recipe schema > recipe.schema.json`."""
     from exl3kit import recipe_view

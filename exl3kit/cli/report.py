@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 
 def report(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="The recipe that it is about: its values and lock go in.")
-    ] = None,
-    nodes: Annotated[
-        str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")
-    ] = "local",
+    recipe: Annotated[str | None, args.recipe("The recipe that it is about: its values and lock go in.")] = None,
+    nodes: args.NodesOption = "local",
     sets: args.SetOption = None,
     tail: Annotated[int, typer.Option("--tail", min=0, max=100_000, help="Lines of each rank's log.")] = 500,
     hide_home: Annotated[bool, typer.Option("--hide-home", help="Also mask your home folder and user name.")] = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,23 +19,34 @@ if TYPE_CHECKING:
     from exl3kit.recipe import Probe
     from exl3kit.serve import Serving
 
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
-
-
-Ready = Annotated[float, typer.Option("--ready", help="Seconds until the first answer must have come.")]
 BreakLock = Annotated[
     bool, typer.Option("--break-lock", help="Take the deployment lock from another operator, whose command then fails.")
 ]
-Force = Annotated[
-    bool, typer.Option("--force", help="Start though the memory does not suffice; the machine may lock up.")
-]
-Stamp = Annotated[
-    str | None,
-    typer.Option("--stamp", metavar="OLD", help="Serve with an earlier image: `kit image status` shows them."),
-]
-NoBuild = Annotated[
-    bool, typer.Option("--no-build", help="Refuse unless every node has the image; build and copy nothing.")
-]
+
+
+Nodes = args.NodesOption
+
+
+@dataclass(frozen=True)
+class Start:
+    """Options of a verb that starts ranks."""
+
+    nodes: args.NodesOption = "local"
+    sets: args.SetOption = None
+    ready: Annotated[
+        float, typer.Option("--ready", metavar="SECONDS", help="Until the first answer must have come.")
+    ] = 1800.0
+    break_lock: BreakLock = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Start though the memory does not suffice; the machine may lock up.")
+    ] = False
+    stamp: Annotated[
+        str | None,
+        typer.Option("--stamp", metavar="OLD", help="Serve with an earlier image: `kit image status` shows them."),
+    ] = None
+    no_build: Annotated[
+        bool, typer.Option("--no-build", help="Refuse unless every node has the image; build and copy nothing.")
+    ] = False
 
 
 @contextmanager
@@ -51,15 +63,10 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@args.spread
 def up(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
-    sets: args.SetOption = None,
-    ready: Ready = 1800.0,
-    break_lock: BreakLock = False,
-    force: Force = False,
-    stamp: Stamp = None,
-    no_build: NoBuild = False,
+    start: Start,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what each rank would get; start nothing.")] = False,
     as_json: args.JsonOption = False,
 ) -> None:
@@ -67,52 +74,32 @@ def up(
     from exl3kit import serve
 
     if dry_run:
-        render(recipe, nodes=nodes, sets=sets, env=True, as_json=as_json)
-        return
-    bring_up(serve.up, recipe, nodes, sets, ready, break_lock, force, as_json, stamp, not no_build)
+        render(recipe, nodes=start.nodes, sets=start.sets, env=True, as_json=as_json)
+    else:
+        bring_up(serve.up, recipe, start, as_json=as_json)
 
 
-def restart(
-    recipe: args.RecipeArg,
-    nodes: Nodes = "local",
-    sets: args.SetOption = None,
-    ready: Ready = 1800.0,
-    break_lock: BreakLock = False,
-    force: Force = False,
-    stamp: Stamp = None,
-    no_build: NoBuild = False,
-    as_json: args.JsonOption = False,
-) -> None:
+@args.spread
+def restart(recipe: args.RecipeArg, start: Start, as_json: args.JsonOption = False) -> None:
     """Replace what serves as a gang: everything that may refuse first, then stopped, then as `up`."""
     from exl3kit import serve
 
-    bring_up(serve.restart, recipe, nodes, sets, ready, break_lock, force, as_json, stamp, not no_build)
+    bring_up(serve.restart, recipe, start, as_json=as_json)
 
 
-def bring_up(
-    way: Callable[..., Serving],
-    recipe: str,
-    nodes: str,
-    sets: list[str] | None,
-    ready: float,
-    break_lock: bool,
-    force: bool,
-    as_json: bool,
-    stamp: str | None,
-    build: bool,
-) -> None:
+def bring_up(way: Callable[..., Serving], recipe: str, start: Start, *, as_json: bool) -> None:
     """Bring a recipe up in a `way` of `exl3kit.serve` and print what serves."""
     from exl3kit import recipes
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
+    from exl3kit.serve import Terms
+    from exl3kit.timings import Run
 
+    loaded = recipes.load(recipe, start.sets or ())
     console = output.console(as_json=as_json)
-    progress = Progress(console)
-    loaded = recipes.load(recipe, sets or ())
-    with stoppable(), open_nodes(nodes) as opened:
-        serving = way(
-            loaded, opened, progress, ready_s=ready, break_lock=break_lock, force=force, stamp=stamp, build=build
-        )
+    progress = output.progress(Run(way.__name__, loaded.name, start.nodes), as_json=as_json)
+    terms = Terms(start.ready, start.break_lock, start.force, start.stamp, not start.no_build)
+    with stoppable(), open_nodes(start.nodes) as opened:
+        serving = way(loaded, opened, progress, terms)
     progress.summary()
     if as_json:
         output.emit({**as_fields(serving), "seconds": progress.seconds, "wall_clock": round(progress.total_seconds, 2)})
@@ -140,7 +127,7 @@ def as_fields(serving: Serving) -> dict[str, Any]:
 
 def down(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     volumes: Annotated[
         bool, typer.Option("--volumes", help="Also remove what the ranks kept for their next start: compile caches.")
     ] = False,
@@ -151,10 +138,8 @@ def down(
     from exl3kit import takedown
     from exl3kit.errors import KitError
     from exl3kit.nodes import open_nodes
-    from exl3kit.progress import Progress
 
-    console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(as_json=as_json)
     name = deployment_name(recipe)
     missing: dict[str, KitError] = {}
     with open_nodes(nodes, missing=missing) as opened:
@@ -169,15 +154,14 @@ def down(
 
 def wait(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait at most.")] = 1800.0,
     as_json: args.JsonOption = False,
 ) -> None:
     """Wait until a deployment answers a real completion, as after a reboot; says what each rank waits for."""
     from exl3kit import waiting
-    from exl3kit.progress import Progress
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(as_json=as_json)
     name, question = deployment_name(recipe), probe_of(recipe)
     with stoppable():
         answer = waiting.until_served(nodes, name, question, progress, timeout_s=timeout)
@@ -218,7 +202,7 @@ def render(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to; one folder per node in it.", show_default=False)
     ] = None,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     env: Annotated[
         bool, typer.Option("--env", help="Show every rank's environment instead, with the source of each value.")
     ] = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -16,35 +16,27 @@ if TYPE_CHECKING:
     from exl3kit.progress import Progress
     from exl3kit.symbols import Need
 
-app = typer.Typer(no_args_is_help=True, help="Hold what was built against what is needed.")
-
-
-@app.callback()
-def verify() -> None:
-    """Hold what was built against what is needed."""
+app = teaching.App("Hold what was built against what is needed.")
 
 
 @app.command("symbols")
 def symbols(
     subject: Annotated[
-        str | None,
-        typer.Argument(metavar="[IMAGE|FILE|RECIPE]", help="What holds the kernels; with --build a recipe or nothing."),
+        str | None, args.recipe("What holds the kernels; with --build a recipe or nothing.", "IMAGE|FILE|RECIPE")
     ] = None,
     build: Annotated[
         bool, typer.Option("--build", help="Build the kernel library alone first; needs no engine and no GPU.")
     ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="With --build: where to put the library.")] = None,
     nodes: Annotated[
-        str | None, typer.Option("--nodes", help="Also hold it against these nodes' GPUs; an image is called there.")
+        str | None, args.nodes("Also hold it against these nodes' GPUs; an image is called there.")
     ] = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Which fat symbols a kernel library has for which GPU; exit code 5 names what is missing."""
-    from exl3kit.progress import Progress
-
     if out is not None and not build:
         raise KitError("--out says where to put a library, so it needs --build")
-    progress = Progress(output.console(as_json=True))
+    progress = output.progress(as_json=True)
     if build:
         report = _built(subject, out, progress)
     elif subject is None:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exl3kit.cli import args, output
-from exl3kit.cli.serve import Nodes, deployment_name
+from exl3kit.cli.serve import deployment_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from exl3kit.logs import Line
 
-DeploymentName = Annotated[
-    str | None, typer.Argument(metavar="[RECIPE]", help="A recipe's name; all deployments when left out.")
-]
+DeploymentName = Annotated[str | None, args.recipe("A recipe's name; all deployments when left out.")]
 WATCH_SECONDS = 2.0
 PLAIN_WIDTH = 250  # of a table that goes into a file or a pipe
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
@@ -30,7 +28,7 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_c
 
 def status(
     recipe: DeploymentName = None,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every 2 s, until Ctrl-C.")] = False,
     as_json: args.JsonOption = False,
 ) -> None:
@@ -185,7 +183,7 @@ def last_death(one: dict[str, Any]) -> str | None:
 
 def logs(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ranks end; Ctrl-C detaches.")] = False,
     tail: Annotated[
         int | None, typer.Option("--tail", min=0, help="Lines of each rank to begin with; 100, with --since all.")

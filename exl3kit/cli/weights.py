@@ -10,28 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from exl3kit.cli import args, output
+from exl3kit.cli import args, output, teaching
 
 if TYPE_CHECKING:
     from exl3kit.deployment import NodeFacts
     from exl3kit.nodes import Node
     from exl3kit.recipe import Recipe
 
-app = typer.Typer(help="Fetch, verify and copy a recipe's weights.", no_args_is_help=True)
-Nodes = Annotated[str, typer.Option("--nodes", help="ssh names separated by commas, a cluster file, or local.")]
-
-
-@app.callback()
-def weights() -> None:
-    """Fetch, verify and copy a recipe's weights."""
+app = teaching.App("Fetch, verify and copy a recipe's weights.")
 
 
 @app.command("fetch")
 def fetch(
     recipe: args.RecipeArg,
-    nodes: Annotated[
-        str, typer.Option("--nodes", help="Where to; the first fetches, the others get a copy.")
-    ] = "local",
+    nodes: Annotated[str, args.nodes("Where to; the first fetches, the others get a copy.")] = "local",
     token_file: Annotated[
         Path | None, typer.Option("--token-file", help="A file with the hub's token; else HF_TOKEN, else the login's.")
     ] = None,
@@ -42,9 +34,9 @@ def fetch(
     from exl3kit import hub, weight_verify
     from exl3kit import weights as weight_files
     from exl3kit.errors import ExitCode, KitError
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("weights fetch", recipe, nodes), as_json=as_json)
     with opened(recipe, sets, nodes) as (loaded, image, there, facts):
         model, first = loaded.model, there[0]
         if model.repo is None:
@@ -59,22 +51,23 @@ def fetch(
             folder = hub.fetch(first, facts[first.name], image, repo, revision, secret, stage)
         with progress.stage("verify"):
             held = weight_verify.verify(loaded, [first], facts, image, full=False)
+    progress.summary()
     show_held(held, {"folder": folder, "node": first.name}, as_json=as_json)
 
 
 @app.command("verify")
 def verify(
     recipe: args.RecipeArg,
-    nodes: Nodes = "local",
+    nodes: args.NodesOption = "local",
     full: Annotated[bool, typer.Option("--full-hash", help="Read and hash every byte: minutes for 100 GiB.")] = False,
     sets: args.SetOption = None,
     as_json: args.JsonOption = False,
 ) -> None:
     """Hold the weights here and on every node against index, headers, sizes and each other. Exit 5: they differ."""
     from exl3kit import weight_verify
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
-    progress = Progress(output.console(as_json=as_json))
+    progress = output.progress(Run("weights verify", recipe, nodes), as_json=as_json)
     with opened(recipe, sets, nodes) as (loaded, image, there, facts):
         for node in there:
             if not node.is_local:
@@ -86,14 +79,17 @@ def verify(
 
 @app.command("sync")
 def sync(
-    recipe: args.RecipeArg, nodes: Nodes = "local", sets: args.SetOption = None, as_json: args.JsonOption = False
+    recipe: args.RecipeArg,
+    nodes: args.NodesOption = "local",
+    sets: args.SetOption = None,
+    as_json: args.JsonOption = False,
 ) -> None:
     """Make every node have the weights: linked where they are, else copied over the fabric; drop the page cache."""
     from exl3kit import weights as weight_files
-    from exl3kit.progress import Progress
+    from exl3kit.timings import Run
 
     console = output.console(as_json=as_json)
-    progress = Progress(console)
+    progress = output.progress(Run("weights sync", recipe, nodes), as_json=as_json)
     with opened(recipe, sets, nodes) as (loaded, image, there, facts):
         for node in there:
             require_image(node, image, loaded)
@@ -111,6 +107,7 @@ def sync(
         folders = {node.name: weight_files.directory_on(node, facts[node.name], found) for node in there}
         with progress.stage("drop the page cache"):
             weight_files.drop_cache(there, folders)
+    progress.summary()
     if as_json:
         done = {name: {"folder": folders[name], "done": what} for name, what in told.items()}
         output.emit({"digest": found.digest, "bytes": found.size, "nodes": done, "seconds": progress.seconds})

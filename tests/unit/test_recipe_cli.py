@@ -92,8 +92,8 @@ def test_schema_is_json_schema() -> None:
     ("arguments", "said"),
     [
         (["recipe", "show", "dmeo"], "kit: dmeo: no shipped recipe is called 'dmeo'\n  next: did you mean demo?\n"),
-        (["recipe", "shwo", "demo"], "Did you mean 'show'?"),
-        (["recpie"], "Did you mean 'recipe'?"),
+        (["recipe", "shwo", "demo"], "did you mean `kit recipe show`?"),
+        (["recpie"], "did you mean `kit recipe`?"),
         (["recipe", "show", "demo", "--jsn"], "--json"),
         (["recipe", "show"], "Missing argument 'RECIPE'"),
         (
@@ -110,11 +110,6 @@ def test_misuse_is_a_sentence_with_exit_code_2(arguments: list[str], said: str) 
     as_data = json.loads(kit(*arguments, "--json").stdout)
     assert as_data["exit_code"] == ExitCode.USAGE
     assert as_data["error"]["what"]
-
-
-def test_the_shell_completes_names_of_recipes() -> None:
-    done = kit(_KIT_COMPLETE="complete_bash", COMP_WORDS="kit recipe show demo-t", COMP_CWORD="3")
-    assert done.stdout.split() == ["demo-tp2"]
 
 
 def test_interruption_ends_with_130(tmp_path: Path) -> None:
