@@ -257,7 +257,7 @@ def clear(target: Node, *, incoming: bool = False) -> None:
 
     filters: Any = {"label": [f"{key}={value}" for key, value in HELPER.items()]}
     with suppress(DockerException, RequestException, OSError):
-        for container in target.engine.containers.list(all=True, filters=filters):
+        for container in target.engine.containers.list(all=True, filters=filters, ignore_removed=True):
             remove(container)
         for image in target.engine.images.list(filters=filters):
             target.engine.images.remove(str(image.id), force=True)

@@ -46,7 +46,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
         expected = getattr(report, "wasxfail", None)
         tell(test=report.nodeid, when=report.when, outcome=report.outcome, text=reason, expected=expected,
-             sections=report.sections)  # fmt: skip
+             sections=report.sections, seconds=report.duration)  # fmt: skip
 
 
 # ---- in the session that people start --------------------------------------------------------------------------------
@@ -163,12 +163,15 @@ class ForeignFailure(Exception):
 class ForeignTest(pytest.Item):
     """One test of tests/vllm; running it waits for what the second pytest says of it."""
 
+    seconds: float | None = None  # what it took over there
+
     @property
     def running(self) -> Running:
         return self.parent.parent.running  # type: ignore[union-attr]
 
     def runtest(self) -> None:
         phases = self.running.phases_of(self)
+        self.seconds = sum(event["seconds"] for event in phases)
         for title, content in phases[-1]["sections"]:
             self.add_report_section("call", title.removeprefix("Captured "), content)
         for event in sorted(phases, key=lambda phase: phase["outcome"] == "failed", reverse=True):
@@ -222,6 +225,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 
 # ---- how long each suite took ----------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: pytest.TestReport = yield  # type: ignore[misc]
+    if call.when == "call" and isinstance(item, ForeignTest) and item.seconds is not None:
+        report.duration = item.seconds
+    return report  # type: ignore[return-value]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -101,7 +101,7 @@ def sent_by_operator(rig: Rig) -> int:
 
 def leftovers(node: nodes.Node) -> list[str]:
     """Containers, toolboxes and kept layers."""
-    found = [str(one.name) for one in node.engine.containers.list(all=True)]
+    found = [str(one.name) for one in node.engine.containers.list(all=True, ignore_removed=True)]
     found += [tag for image in node.engine.images.list() for tag in image.tags if fabric_copy.TOOLBOX in tag]
     return found + [str(volume.name) for volume in node.engine.volumes.list()]
 
