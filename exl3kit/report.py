@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 FOLDER = "report"
 TAIL = 500  # lines of each rank's log
-OWN_LOGS = {"build-logs": ("logs", 5), "crashes": ("crashes", 5)}  # folder of the archive: of the cache, newest of it
+OWN_LOGS: dict[str, tuple[Callable[[], Path], int]] = {  # folder in the archive: where they are, how many of the newest
+    "build-logs": (lambda: paths.cache_dir("logs"), 5),
+    "crashes": (lambda: paths.cache_dir("crashes"), 5),
+    "runs": (lambda: paths.state_dir("runs"), 10),
+}
 OWN_LOG_BYTES = 400_000  # of the end of each
 
 ABOUT = """\
@@ -193,9 +197,9 @@ def add_pins(report: Report) -> None:
         report.add_text(f"pins/{file.name}", "committed pins", file.read_text(encoding="utf-8"))
 
 
-def add_own_logs(report: Report, folder: str, source: str, most: int) -> None:
-    """The newest logs of a folder of the cache, the end of each."""
-    files = sorted(paths.cache_dir(source).glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
+def add_own_logs(report: Report, folder: str, source: Callable[[], Path], most: int) -> None:
+    """The newest logs of a folder of the kit's own, the end of each."""
+    files = sorted(source().glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[:most]:
         content = file.read_bytes()[-OWN_LOG_BYTES:]
         report.add_text(f"{folder}/{file.name}", "a log of the kit", content.decode("utf-8", "replace"))
