@@ -67,10 +67,12 @@ def complete(head: Standing, model: str, prompt: str, max_tokens: int, *, wait_s
     return ask(head, "/v1/completions", body, wait_s=wait_s)
 
 
-def ask(head: Standing, path: str, body: Mapping[str, Any] | None, *, wait_s: float) -> Answer:
-    """One request to the API of rank 0, after waiting for it to come up."""
-    request = {"path": path, "body": body, "wait_s": wait_s, "timeout_s": ANSWER_SECONDS}
-    told = run(head, [*RANK, "--ask", json.dumps(request)], patience=wait_s + ANSWER_SECONDS + REPORT_SECONDS)
+def ask(
+    head: Standing, path: str, body: Mapping[str, Any] | None, *, wait_s: float, answer_s: float = ANSWER_SECONDS
+) -> Answer:
+    """One request to the API of rank 0, after waiting for it to come up; the answer may take `answer_s`."""
+    request = {"path": path, "body": body, "wait_s": wait_s, "timeout_s": answer_s}
+    told = run(head, [*RANK, "--ask", json.dumps(request)], patience=wait_s + answer_s + REPORT_SECONDS)
     return Answer(int(told["status"]), float(told["seconds"]), float(told["waited"]), told["answer"])
 
 

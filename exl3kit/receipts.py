@@ -98,14 +98,21 @@ def find_faults(receipts: Sequence[Mapping[str, Any]], recipe: Recipe) -> list[s
     problem = find_problem(receipts, recipe.parallel.world, 0)
     faults = [problem] if problem is not None else []
     one_stage = recipe.parallel.pipeline == 1 and not recipe.parallel.expert
-    for key in (*ALIKE, *(ALIKE_IN_A_STAGE if one_stage else ())):
-        told = {json.dumps(receipt.get(key), sort_keys=True) for receipt in receipts}
-        if len(told) > 1 and key != "fingerprint":  # that one has its sentence above
-            said = ", ".join(f"rank {one['rank']} on {one['node']}: {json.dumps(one.get(key))}" for one in receipts)
-            faults.append(f"the ranks disagree about {key} ({said})")
+    keys = (*ALIKE, *(ALIKE_IN_A_STAGE if one_stage else ()))
+    faults += disagreements(receipts, [key for key in keys if key != "fingerprint"])  # that one has its sentence above
     for receipt in receipts:
         faults += _faults_of(receipt, recipe.exl3.tier)
     return faults
+
+
+def disagreements(receipts: Sequence[Mapping[str, Any]], keys: Sequence[str] = ALIKE) -> list[str]:
+    """One sentence for every key that the ranks do not say alike, with what each of them says."""
+    found = []
+    for key in keys:
+        if len({json.dumps(receipt.get(key), sort_keys=True) for receipt in receipts}) > 1:
+            said = ", ".join(f"rank {one['rank']} on {one['node']}: {json.dumps(one.get(key))}" for one in receipts)
+            found.append(f"the ranks disagree about {key} ({said})")
+    return found
 
 
 def _faults_of(receipt: Mapping[str, Any], tier: str) -> list[str]:

@@ -60,6 +60,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         (f"status {TWO}", "everything that stands there"),
         (f"status demo-tp2 {TWO} --watch", "one deployment, renewed every 2 s"),
     ),
+    "dash": (
+        (f"dash {TWO}", "open the address that it prints in a browser; Ctrl-C ends it"),
+        (f"dash demo-tp2 {TWO} --port 9090", "one deployment, on a port of your choice"),
+    ),
     "logs": (
         (f"logs demo-tp2 {TWO} --follow", "all ranks as they speak; Ctrl-C leaves them running"),
         (f"logs demo-tp2 {TWO} --since 10m", "of the last ten minutes"),

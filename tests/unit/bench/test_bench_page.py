@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import axe
 import browser
 import pytest
 from arena import quiet
@@ -95,6 +96,20 @@ def test_what_are_no_receipts_is_refused_with_eight(text: str, tmp_path: Path) -
 def test_receipts_are_never_written_over(campaign: Path) -> None:
     with pytest.raises(KitError, match="cannot be written"):
         Recorder(campaign)
+
+
+@pytest.mark.full
+def test_the_page_is_accessible(campaign: Path, tmp_path: Path) -> None:
+    """Given axe with all its rules and every table open, then it finds nothing, on a phone neither."""
+    if browser.program() is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    page, checker = report.write(records.read(campaign), tmp_path / "page")[1][0], axe.script(tmp_path)
+    with browser.opened(tmp_path / "profile") as tab:
+        for width, height, phone in ((360, 740, True), (1280, 900, False)):
+            tab.open(page, width, height, phone=phone)
+            tab.value("document.querySelectorAll('details').forEach(one => one.open = true)")
+            assert axe.violations(tab, checker) == []
+    shutil.rmtree(tmp_path / "profile", ignore_errors=True)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,16 +61,28 @@ class Page:
         if method in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
             self.complaints.append(json.dumps(parameters)[:300])
 
-    def open(self, path: Path, width: int, height: int, *, phone: bool) -> None:
-        """Show a file in a window of that size and wait until it is loaded."""
+    def open(self, page: Path | str, width: int, height: int, *, phone: bool, dark: bool = False) -> None:
+        """Show a file or an address in a window of that size and wait until it is loaded."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.ask("Page.navigate", url=path.resolve().as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while "Page.loadEventFired" not in self.events:
             self.note(self.read())
 
     def value(self, expression: str) -> Any:
-        return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        """What an expression is worth, a promise's result included."""
+        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 10.0) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + seconds
+        while not self.value(expression):
+            assert time.monotonic() < deadline, f"not so after {seconds:g} s: {expression}"
+            time.sleep(0.05)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         told = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
