@@ -127,6 +127,9 @@ def main() -> None:
 
 def _run(*, as_json: bool) -> int:
     try:
+        if sys.argv[1:3] == ["completion", "words"]:
+            completion.answer(sys.argv[3:])
+            return 0
         # Not standalone: there typer prints usage faults itself, past --json.
         status = app(prog_name="kit", standalone_mode=False)
     except KitError as error:

@@ -7,7 +7,7 @@ being the one at the cursor. It answers a line for each candidate, with a tab be
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -97,46 +97,71 @@ def fish() -> None:
     print(FISH, end="")
 
 
-@app.command(cls=teaching.Lookup, hidden=True)
-def words(
-    words: Annotated[list[str] | None, typer.Argument(help="The words after the program's name.")] = None,
-    line: Annotated[str | None, typer.Option("--line", help="Up to the cursor, in place of words.")] = None,
-) -> None:
-    """Print what may stand in the place of the last word."""
-    for value, said in candidates(split(line) if line is not None else words or [""]):
-        print(f"{value}\t{said}" if said else value)
+def answer(arguments: list[str]) -> None:
+    """Print what may stand in the place of the last word: `--line LINE`, or `-- WORD...`.
+
+    No verb: typer would take twice as long, for it loads pydantic to read a command line.
+    """
+    from exl3kit.cli import app as kit
+
+    words = split(arguments[1]) if arguments[:1] == ["--line"] else arguments[1:]
+    for value, said in candidates(typer.main.get_command(kit), words or [""]):
+        print(f"{value}\t{' '.join(said.split())}" if said else value)
 
 
 def split(line: str) -> list[str]:
     """The words of a shell's line after the program's name, an unfinished quotation among them."""
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    found = []
-    try:
-        found = list(iter(lexer.get_token, lexer.eof))
-    except ValueError:  # a quotation without its end: ended here
-        return split(line + "'") if line.count("'") % 2 else split(line + '"')
-    return [*map(str, found[1:]), *([""] if line[-1:].isspace() else [])]
+    for ending in ("", "'", '"'):
+        try:
+            found = shlex.split(line + ending)
+        except ValueError:  # a quotation without its end
+            continue
+        return [*found[1:], *([""] if line[-1:].isspace() and not ending else [])]
+    return []
 
 
-def candidates(words: list[str]) -> list[Candidate]:
+def candidates(program: Any, words: list[str]) -> list[Candidate]:
     """What may stand in the place of the last word, after the words before it."""
-    from typer._click.shell_completion import ShellComplete  # typer has no public name for it
-
-    from exl3kit.cli import app as kit
-
-    class Answer(ShellComplete):
-        def source_vars(self) -> dict[str, str]:
-            raise NotImplementedError
-
-        def get_completion_args(self) -> tuple[list[str], str]:
-            return words[:-1], words[-1]
-
-        def format_completion(self, item: object) -> str:
-            raise NotImplementedError
-
     *before, last = words
-    option, equals, _ = last.partition("=")
-    prefix = option + equals if equals and option.startswith("--") else ""
-    answer = Answer(typer.main.get_command(kit), {}, "kit", "").get_completions(before, last)
-    return [(prefix + str(item.value), " ".join((item.help or "").split())) for item in answer]
+    command, given, awaited, number = program, set(), None, 0
+    for word in before:
+        if awaited is not None:
+            awaited = None
+        elif word.startswith("-") and word != "-":
+            name, equals, _ = word.partition("=")
+            option = option_of(command, name)
+            given.add(option)
+            awaited = None if option is None or option.is_flag or equals else option
+        elif subs := getattr(command, "commands", None):
+            command, given = subs.get(word), set()
+            if command is None:
+                return []
+        else:
+            number += 1
+    if awaited is not None:
+        return values(awaited, last)
+    name, equals, begun = last.partition("=")
+    if equals and last.startswith("--"):
+        option = option_of(command, name)
+        return [] if option is None else [(f"{name}={value}", said) for value, said in values(option, begun)]
+    if last.startswith("-"):
+        every = command.get_params(typer.Context(command))
+        return [(name, one.help or "") for one in every if one.param_type_name == "option"
+                for name in (*one.opts, *one.secondary_opts)
+                if name.startswith(last) and (one not in given or one.multiple)]  # fmt: skip
+    if subs := getattr(command, "commands", None):
+        return [(name, sub.get_short_help_str(300)) for name, sub in subs.items() if name.startswith(last)]
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    here = arguments[number : number + 1] or [one for one in arguments[-1:] if one.nargs == -1]
+    return values(here[0], last) if here else []
+
+
+def option_of(command: Any, name: str) -> Any:
+    """The option of a command that is spelled so, or None."""
+    return next((one for one in command.params if name in (*one.opts, *one.secondary_opts)), None)
+
+
+def values(param: Any, begun: str) -> list[Candidate]:
+    """What a parameter may be, of what begins like this."""
+    items = param.shell_complete(typer.Context(typer.core.TyperCommand(None)), begun)
+    return [(str(item.value), item.help or "") for item in items]
