@@ -43,6 +43,14 @@ def dying() -> Played:
     return played
 
 
+def show(tab: browser.Page, address: str, width: int = 1280, *, phone: bool = False, dark: bool = False) -> None:
+    """Open the page and wait until it is live; complaints of the page before it are forgotten."""
+    tab.open("about:blank", width, 800, phone=phone, dark=dark)
+    tab.complaints.clear()
+    tab.open(address, width, 800, phone=phone, dark=dark)
+    tab.wait_for("document.querySelector('#link').innerText === 'live'")
+
+
 def text(tab: browser.Page) -> str:
     return str(tab.value("document.querySelector('main').innerText"))
 
@@ -51,9 +59,7 @@ def test_changes_arrive_by_themselves_and_leave_the_rest_alone(tab: browser.Page
     played = two_nodes()
     bench = Path("docs/receipts")
     with served(played, bench=bench) as server:
-        tab.complaints.clear()
-        tab.open(server.address, 1280, 900, phone=False)
-        tab.wait_for("document.querySelector('#link').innerText === 'live'")
+        show(tab, server.address)
         tab.wait_for("document.querySelector('polyline') !== null")
         assert "rank 1 on node2 serving" in text(tab) and "kit bench prefill: demo-tp2" in text(tab)
         tab.value(LISTEN)
@@ -76,8 +82,7 @@ def test_a_page_that_nobody_sees_asks_nothing_and_goes_on_when_it_is_seen_again(
            "document.dispatchEvent(new Event('visibilitychange'))"  # fmt: skip
     played = two_nodes()
     with served(played) as server:
-        tab.open(server.address, 1280, 900, phone=False)
-        tab.wait_for("document.querySelector('#link').innerText === 'live'")
+        show(tab, server.address)
         tab.value(hide % "true")
         assert tab.value("document.querySelector('#link').innerText") == "paused"
         deadline = time.monotonic() + WAIT
@@ -98,9 +103,7 @@ def test_it_is_readable_and_accessible(
     tab: browser.Page, checker: str, width: int, phone: bool, dark: bool, played: type[Played], tmp_path: Path
 ) -> None:
     with served(played(), bench=Path("docs/receipts")) as server:
-        tab.complaints.clear()
-        tab.open(server.address, width, 800, phone=phone, dark=dark)
-        tab.wait_for("document.querySelector('#link').innerText === 'live'")
+        show(tab, server.address, width, phone=phone, dark=dark)
         tab.value("document.querySelectorAll('details').forEach(one => one.open = true)")
         assert tab.value("document.documentElement.scrollWidth") <= width
         small = "[...document.querySelectorAll('main *')].map(x => parseFloat(getComputedStyle(x).fontSize))"
