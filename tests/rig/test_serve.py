@@ -363,6 +363,8 @@ def test_an_open_api_asks_for_a_key_that_nothing_shows(ready: Rig, tmp_path: Pat
         models = f"http://{SUBNET}.1:8000/v1/models"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(models, timeout=10)
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # which vLLM by itself answers without a key
+            urllib.request.urlopen(models.replace("/v1/models", "/invocations"), data=b"{}", timeout=10)
         request = urllib.request.Request(models, headers={"Authorization": f"Bearer {key}"})
         assert json.load(urllib.request.urlopen(request, timeout=10))["data"][0]["id"] == "demo"
         container = "exl3kit-demo-rank0"

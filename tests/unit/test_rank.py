@@ -252,6 +252,17 @@ def test_the_api_key_reaches_vllm_and_no_argv_or_log(environ: dict[str, str], tm
     assert "sesame" not in out.split(" ", 1)[1] + err
 
 
+def test_with_a_key_vllm_is_started_behind_the_guard_of_every_path(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sesame-123\n")
+    program = tmp_path / "vllm"
+    program.write_text('#!/bin/sh\necho "told: $@"\nexit 4\n')
+    program.chmod(0o755)
+    argv = ["--", str(program), "serve", "/model"]
+    guarded = rank({**environ, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, *argv)[1]
+    assert "told: serve /model --middleware exl3_vllm.api_guard.KeyGuard\n" in guarded
+    assert "told: serve /model\n" in rank(environ, *argv)[1]
+
+
 @pytest.fixture
 def api() -> Iterator[tuple[str, dict[str, Any]]]:
     """A small HTTP server in the place of vLLM's: (its URL, what it was asked and is to answer)."""

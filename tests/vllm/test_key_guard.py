@@ -1,0 +1,41 @@
+"""vLLM's own server, without an engine: with the key guard no path but health and metrics answers without the key."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from exl3_vllm import api_guard
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+KEY = "sesame-0123"
+OURS = [word for word in api_guard.guarded(["vllm", "serve"]) if word not in ("vllm", "serve")]
+
+
+def statuses(app: Any, header: dict[str, str]) -> dict[str, int]:
+    """What each of the server's paths answers to an empty request."""
+
+    async def ask() -> dict[str, int]:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api", headers=header) as client:
+            paths = [route.path for route in app.routes if "{" not in getattr(route, "path", "{")]
+            return {path: (await client.post(path, json={})).status_code for path in paths}
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.full
+def test_no_path_of_the_real_server_answers_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given vLLM's server with its key and nothing else, then /invocations asks for none; given the guard, all do."""
+    monkeypatch.setenv(api_guard.VARIABLE, KEY)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    plain = statuses(build_app(parser.parse_args([]), ("generate",)), {})
+    guarded = build_app(parser.parse_args(OURS), ("generate",))
+    assert plain["/v1/completions"] == 401 and plain["/invocations"] != 401
+    without = statuses(guarded, {})
+    assert {path for path, status in without.items() if status != 401} <= {"/health", "/metrics"}
+    assert statuses(guarded, {"Authorization": f"Bearer {KEY}"})["/invocations"] != 401
