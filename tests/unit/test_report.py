@@ -12,12 +12,16 @@ import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from dash_cluster import KEY as PLANTED_KEY
+from dash_cluster import Played, PlayedRank, death, gone
 
 from exl3kit import paths, redaction, report
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.nodes import Node
 from exl3kit.redaction import MASK, Redactor
 
 PLANTED = {
@@ -179,6 +183,32 @@ def test_a_report_never_replaces_a_file(tmp_path: Path) -> None:
     with pytest.raises(KitError) as refused:
         report.write(planted_report(), tmp_path / "there")
     assert refused.value.code == ExitCode.USAGE and (tmp_path / "there").read_text() == "mine"
+
+
+def test_ranks_of_nodes_that_answer_are_in_it_with_the_reason_for_every_gap() -> None:
+    """Given a gang that has died on one node, a node that is gone, and a key in log and post-mortem, then all that can
+    be had of the first is there without the key, and of the other the reason."""
+    dead = PlayedRank(1, engine="running", death=death(f"refused: --api-key {PLANTED_KEY}"))
+    played = Played({"node2": [dead]})
+    container = dead.container()
+    container.logs = LogOnly(f"Authorization: Bearer {PLANTED_KEY}\nlast words").logs
+    engine: Any = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: [container]))
+
+    def run(argv: list[str], **_: Any) -> Any:
+        return SimpleNamespace(stdout="", stderr="", returncode=1)
+
+    node = Node("node2", engine, "unix:///played", "10.77.6.2", False, run, None)  # type: ignore[arg-type]
+    made = report.Report(Redactor())
+    with played.answering():
+        report.gather(made, None, (), [node], {"node1": gone("node1")}, 100)
+    assert json.loads(made.members["status.json"])[0]["state"] == "unreachable"
+    assert json.loads(made.members["receipts.json"])[0]["node"] == "node2"
+    assert b"last words" in made.members["logs/demo-tp2-rank1-node2.log"]
+    assert json.loads(made.members["post-mortem/demo-tp2.json"])["first"]["rank"] == 1
+    assert PLANTED_KEY.encode() not in gzip.decompress(report.archive(made))
+    reasons = {one["what"]: one["why"] for one in made.left_out}
+    assert "Connection timed out" in reasons["everything of node node1"]
+    assert "doctor.json" in reasons  # a node that tells nothing of itself stops the doctor, and not the report
 
 
 # ---- the verb --------------------------------------------------------------------------------------------------------
