@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = 20.0  # seconds of silence after which a plain log says that a stage still runs
 WINDOW = 20.0  # seconds over which the rate of a running stage is taken: a slow start is soon forgotten
+WORTH_TELLING = 5.0  # seconds that a stage took last time, for these to be an outlook
 LEAST_RATE = 2.0  # seconds that bytes must have moved before a rate means anything
 
 
@@ -102,7 +103,7 @@ class Stage:
         """How it stands, for a plain line: bytes, rate of late, time left, and what it does."""
         rate, left = self.rate, self.seconds_left
         parts = [self.amount(), f"{megabytes(int(rate))}/s" if rate else "", f"ETA {clock(left)}" if left else ""]
-        if self.last is not None and left is None:
+        if self.last and left is None:
             parts.append(f"last time {clock(self.last)}")
         return ", ".join(part for part in (*parts, self.note) if part)
 
@@ -175,7 +176,8 @@ class Progress:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None) -> Iterator[Stage]:
         """Time one stage; it is reported as failed when the body raises."""
-        stage = Stage(name, total, self.last.stages.get(name))
+        last = self.last.stages.get(name, 0.0)
+        stage = Stage(name, total, last if last >= WORTH_TELLING else None)
         self._begin(stage)
         try:
             yield stage

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from exl3kit.progress import Progress, Stage
 
 WIDE, MEDIUM = 100, 60  # columns from which there is room for a bar and a note, and for bytes and a rate
+BAR = 20  # columns of it; it and the spinner are ASCII, which every terminal and locale shows
 SPINNER = "|/-\\"
 
 
@@ -66,12 +66,20 @@ def cells(stage: Stage, width: int) -> list[RenderableType]:
         return [spinner, name, spent + percent]
     rate, left = stage.rate, stage.seconds_left
     figures = [stage.amount(), f"{megabytes(int(rate))}/s" if rate else "", f"ETA {clock(left)}" if left else ""]
-    if left is None and stage.last is not None:
+    if left is None and stage.last:
         figures.append(f"last {clock(stage.last)}")
     told = Text("  ".join(part for part in figures if part), no_wrap=True, overflow="ellipsis")
     if width < WIDE:
         return [spinner, name, Text(spent, no_wrap=True), told]
-    bar: RenderableType = ""
+    bar = ""
     if stage.total:
-        bar = ProgressBar(total=stage.total, completed=min(stage.done, stage.total), width=20)
-    return [spinner, name, Text(spent, no_wrap=True), bar, told, Text(stage.note, no_wrap=True, overflow="ellipsis")]
+        full = min(BAR * stage.done // stage.total, BAR)
+        bar = f"{'#' * full}{'.' * (BAR - full)}"
+    return [
+        spinner,
+        name,
+        Text(spent, no_wrap=True),
+        Text(bar),
+        told,
+        Text(stage.note, no_wrap=True, overflow="ellipsis"),
+    ]

@@ -196,17 +196,16 @@ def figures(
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """One line per rung, the one claim, and what is wrong."""
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "A", "B", "B/A", "interval", "CV A", "CV B", "all apart"):
-        table.add_column(column, justify="right" if column else "left")
+    figures = ("A", "B", "B/A", "interval", "CV A", "CV B", "all apart")
+    table = Sheet("", *figures, right=figures)
     for rung in found.rungs:
         one = rung.effect
         interval = f"{one.low:.3f}-{one.high:.3f}"
         spread = (f"{rung.cv_a:.1%}", f"{rung.cv_b:.1%}", "yes" if rung.separated else "no")
         table.add_row(rung.name, f"{rung.a:,.0f}", f"{rung.b:,.0f}", f"{one.ratio:.3f}", interval, *spread)
-    console.print(table, markup=False)
+    console.print(table)
     if found.effect:
         one = found.effect
         console.print(
@@ -238,17 +237,16 @@ def _measure(verb: str, target: Target, steps: Sequence[Step], counting: bench_a
 
 def show(outcome: Outcome, console: Console) -> None:
     """One line per rung, then what is wrong."""
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "n", "tokens/s", "slowest", "fastest", "CV", "TTFT", "of it client", "acceptance"):
-        table.add_column(column, justify="left" if not column else "right")
+    figures = ("n", "tokens/s", "slowest", "fastest", "CV", "TTFT", "of it client", "acceptance")
+    table = Sheet("", *figures, right=figures)
     for row in outcome.rows:
         accepted = f"{row.acceptance:.2f}" if row.acceptance else "-"
         rates = (f"{rate:,.0f}" for rate in (row.rate, row.low, row.high))
         cost = f"{row.overhead / row.ttft:.1%}"
         table.add_row(row.name, str(row.count), *rates, f"{row.cv:.1%}", f"{row.ttft * 1e3:,.1f} ms", cost, accepted)
-    console.print(table, markup=False)
+    console.print(table)
     for fault in outcome.faults:
         console.print(f"invalid: {fault}", markup=False, style="red")
     console.print(f"receipts: {outcome.folder}", markup=False)

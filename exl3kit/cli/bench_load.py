@@ -52,16 +52,13 @@ def load(
 
 
 def show_levels(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    from rich.table import Table
-
     from exl3kit.bench.load import HEADS, cells
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for column in HEADS:
-        table.add_column(column, justify="right")
+    table = Sheet(*HEADS, right=HEADS)
     for row in rows:
         table.add_row(*cells(row))
-    console.print(table, markup=False)
+    console.print(table)
 
 
 @args.spread
@@ -120,15 +117,14 @@ def mnbt(
 
 
 def show_settings(found: Sequence[Setting], console: Console) -> None:
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("MNBT", "tokens/s", "TTFT short", "beside long", "KV tokens"):
-        table.add_column(column, justify="right")
+    heads = ("MNBT", "tokens/s", "TTFT short", "beside long", "KV tokens")
+    table = Sheet(*heads, right=heads)
     for one in found:
         beside = f"{one.beside * 1e3:,.1f} ms" if one.beside is not None else "-"
         table.add_row(f"{one.value:,}", f"{one.rate:,.0f}", f"{one.short * 1e3:,.1f} ms", beside, f"{one.pool or 0:,}")
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def profile(

@@ -9,8 +9,7 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from exl3kit.cli.sheets import Sheet
     from exl3kit.doctor import Report
 
 COLOURS = {"ok": "green", "warn": "yellow", "refuse": "red"}
@@ -77,16 +76,16 @@ def show(report: Report) -> None:
             console.print(escape(f"{rank}: {setting.name}={setting.value} ({setting.source}{instead})"))
 
 
-def table(report: Report) -> Table:
+def table(report: Report) -> Sheet:
     """The findings as a table."""
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False)
-    for column in ("node", "check", "", "found"):
-        shown.add_column(column, no_wrap=column != "found")
+    from exl3kit.cli.sheets import Sheet
+
+    shown = Sheet("node", "check", "", "found")
     for one in report.findings:
-        fix = f"\n[dim]next:[/] {escape(one.fix)}" if one.fix and one.level != "ok" else ""
-        mark = f"[{COLOURS[one.level]}]{one.level}[/]"
-        shown.add_row(escape(one.node), one.check, mark, escape(one.says) + fix)
+        found = Text(one.says)
+        if one.fix and one.level != "ok":
+            found.append("\nnext: ", "dim").append(one.fix)
+        shown.add_row(one.node, one.check, Text(one.level, COLOURS[one.level]), found)
     return shown

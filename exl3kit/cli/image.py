@@ -62,11 +62,9 @@ def fields(one: Held, locked: Lock | None) -> dict[str, Any]:
 
 
 def _show(held: dict[str, list[Held]], locked: Lock | None) -> None:
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("node", "stamp", "match", "recipe", "layers", "size", "age", "used by"):
-        table.add_column(name)
+    table = Sheet("node", "stamp", "match", "recipe", "layers", "size", "age", "used by")
     for node, found in held.items():
         for one in found:
             match = "-" if locked is None else "yes" if one.image.stamp == locked.stamp else "no"

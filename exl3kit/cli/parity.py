@@ -70,17 +70,16 @@ def parity(
 
 def show(found: Parity, console: Console) -> None:
     """The control's line above the other arm's, kind by kind; then the verdict."""
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "positions", "mean KLD", "largest", "at", "top-1 alike", "log-likelihood per token"):
-        table.add_column(column, justify="right" if column else "left")
+    heads = ("positions", "mean KLD", "largest", "at", "top-1 alike", "log-likelihood per token")
+    table = Sheet("", *heads, right=heads)
     for name, differences in (("A again", found.control), ("B", found.other)):
         for one in differences:
             said = " / ".join(f"{value:.6f}" for value in one.likelihood) if one.likelihood else "-"
             figures = (f"{one.mean:.3e}", f"{one.largest:.3e}", str(one.at), f"{one.agreement:.2%}")
             table.add_row(f"{name}, {one.kind}", str(one.positions), *figures, said)
-    console.print(table, markup=False)
+    console.print(table)
     for sentence in found.sentences:
         console.print(sentence, markup=False)
     console.print(f"verdict: {found.verdict}", markup=False)

@@ -54,19 +54,16 @@ def receipts(
 
 def show(found: list[dict[str, Any]], faults: list[str], console: Console) -> None:
     """One column per rank, one row per figure; what differs is marked, then what is wrong is said."""
-    from rich.table import Table
+    from exl3kit.cli.sheets import Sheet
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for receipt in found:
-        table.add_column(f"rank {receipt['rank']}", overflow="fold")
+    table = Sheet("", *(f"rank {receipt['rank']}" for receipt in found))
     marked = False
     for key in ROWS:
         told = [_short(receipt.get(key)) for receipt in found]
         differs = len(set(told)) > 1 and key not in ("node", "container", "transport")
         marked |= differs
         table.add_row(f"{key} *" if differs else key, *told)
-    console.print(table, markup=False)
+    console.print(table)
     if marked:
         console.print("* differs between the ranks", style="dim")
     for fault in faults:

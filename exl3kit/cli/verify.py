@@ -107,15 +107,16 @@ def _need_of_recipe(reference: str) -> Need:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """The report for people: symbol x target, figures per target, then what is wrong."""
-    from rich.table import Table
+    from rich.text import Text
+
+    from exl3kit.cli.sheets import Sheet
 
     targets = report["asked"]["targets"]
-    table = Table(title=f"{report['file']} ({report['host']})", title_justify="left")
-    for column in ("symbol", "exported", *targets):
-        table.add_column(column)
-    marks = {"no": "[red]no[/]", "ptx": "[yellow]ptx[/]", "host": "[dim]-[/]"}
+    table = Sheet("symbol", "exported", *targets)
+    marks = {"no": Text("no", "red"), "ptx": Text("ptx", "yellow"), "host": Text("-", "dim")}
     for row in report["symbols"]:
         table.add_row(row["symbol"], *(marks.get(row[key], row[key]) for key in ("exported", *targets)))
+    console.print(f"{report['file']} ({report['host']})", markup=False)
     console.print(table)
     for target, use in report["resources"].items():
         figures = f"at most {use['max_registers']} registers, {use['spilled']} bytes spilled"

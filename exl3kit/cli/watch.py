@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 DeploymentName = Annotated[str | None, args.recipe("A recipe's name; all deployments when left out.")]
 WATCH_SECONDS = 2.0
-PLAIN_WIDTH = 250  # of a table that goes into a file or a pipe
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "bright_red", "bright_cyan", "bright_yellow")
 
 
@@ -77,11 +77,12 @@ def watch_status(name: str | None, nodes: str) -> None:
     from exl3kit import status as statuses
     from exl3kit.errors import KitError
     from exl3kit.nodes import open_nodes
+    from exl3kit.progress import is_live
 
     console = output.console()
     speeds = statuses.Speeds()
     try:
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=console, auto_refresh=False) if is_live(console) else nullcontext() as live:
             while True:
                 missing: dict[str, KitError] = {}
                 with open_nodes(nodes, missing=missing) as opened:
@@ -89,8 +90,8 @@ def watch_status(name: str | None, nodes: str) -> None:
                         while True:
                             told = statuses.status(opened, missing, name)
                             speeds.add(told)
-                            clock = time.strftime("%H:%M:%S")
-                            live.update(Group(*page(told, missing, name, nodes), clock), refresh=True)
+                            now = Group(*page(told, missing, name, nodes), time.strftime("%H:%M:%S"))
+                            live.update(now, refresh=True) if live is not None else console.print(now)
                             time.sleep(WATCH_SECONDS)
                             if missing:
                                 break
@@ -102,8 +103,6 @@ def watch_status(name: str | None, nodes: str) -> None:
 
 def show(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> None:
     console = output.console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
     for part in page(told, missing, recipe, nodes):
         console.print(part)
 
@@ -143,14 +142,10 @@ def headline(one: dict[str, Any]) -> Any:
 
 def table(one: dict[str, Any]) -> Any:
     """The ranks of a deployment, one row each."""
-    from rich.markup import escape
-    from rich.table import Table
-
     from exl3kit import status_words as words
+    from exl3kit.cli.sheets import Sheet
 
-    shown = Table(box=None, pad_edge=False)
-    for column in ("rank", "node", "state", "for", "requests", "KV", "memory", "network", "receipts", "note"):
-        shown.add_column(column, overflow="fold")
+    shown = Sheet("rank", "node", "state", "for", "requests", "KV", "memory", "network", "receipts", "note")
     for rank in one["ranks"]:
         network = (rank["transport"] or {}).get("says", "-")
         cells = (
@@ -163,7 +158,7 @@ def table(one: dict[str, Any]) -> Any:
             words.receipts(rank),
             words.remark(rank),
         )
-        shown.add_row(str(rank["rank"]), escape(rank["node"]), *map(escape, cells))
+        shown.add_row(str(rank["rank"]), rank["node"], *cells)
     return shown
 
 
