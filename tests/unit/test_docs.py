@@ -91,6 +91,30 @@ def test_tests_that_marks_name_exist_and_what_is_run_all_the_same_is_there() -> 
             assert any(line.startswith(begin) for line in block.text.splitlines()), f"{block.where}: no line: {begin}"
 
 
+def test_tests_that_are_said_to_run_a_block_speak_its_verbs() -> None:
+    """Given a mark that says that tests run the verbs of its block, then each verb is an argument in one of them."""
+    claims = 0
+    for block in all_blocks():
+        said = re.search(r"((?:tests/[\w/]+\.py|, | and )+) runs? (?:it|these verbs|parity|bundles)\b", block.why or "")
+        if said is None:
+            continue
+        text = "".join((REPO / test).read_text() for test in re.findall(r"tests/[\w/]+\.py", said[1]))
+        for line in docs_blocks.logical_lines(block.text):
+            for words in docs_blocks.commands(line):
+                if words[0] in PROGRAMS and not line.startswith(block.but or ("nothing",)):
+                    claims += 1
+                    assert f'"{verb_of(words[1:])}"' in text, f"{block.where}: {line}: not in {said[1]}"
+    assert claims > 30
+
+
+def verb_of(words: list[str]) -> str:
+    """The verb itself: `prefill` of `bench prefill demo`."""
+    command, verb = ROOT, ""
+    while hasattr(command, "commands") and words and words[0] in command.commands:
+        command, verb, words = command.commands[words[0]], words[0], words[1:]
+    return verb
+
+
 def look_up(words: list[str]) -> str | None:
     """What is wrong with the words of a `kit` command by the command line itself; None when it would be taken."""
     command, rest = ROOT, words
