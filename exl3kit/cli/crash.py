@@ -19,7 +19,7 @@ def report(error: Exception) -> KitError:
     told = KitError(printable(f"the kit failed: {type(error).__name__}: {error}".rstrip(": ")), code=ExitCode.FAULT)
     told.__cause__ = error
     try:
-        told.next_step = f"this is a fault of the kit; please report it with {_write(error)}"
+        told.next_step = f"this is a fault of the kit; please report it: `kit report` packs {_write(error)}"
     except (OSError, KitError) as refused:
         told.why = f"and its log could not be written: {refused}"
     return told

@@ -151,7 +151,7 @@ def test_a_bug_is_a_sentence_and_a_log(
     (log,) = (tmp_path / "exl3kit" / "crashes").iterdir()
     assert printed.err.splitlines() == [
         "kit: the kit failed: ZeroDivisionError: a bug",
-        f"  next: this is a fault of the kit; please report it with {log}",
+        f"  next: this is a fault of the kit; please report it: `kit report` packs {log}",
     ]
     assert json.loads(printed.out)["exit_code"] == ExitCode.FAULT
     assert 'raise ZeroDivisionError("a bug")' in log.read_text()
