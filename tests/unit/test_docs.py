@@ -182,6 +182,13 @@ def test_a_wrong_verb_option_link_and_anchor_would_be_noticed(tmp_path: Path) ->
     assert docs_blocks.commands("A=b kit plan x > y  # no") == [["kit", "plan", "x"]]
 
 
+def test_what_the_site_is_made_with_is_locked_and_no_part_of_the_kit() -> None:
+    entries = re.split(r"\n(?=\S)", (REPO / "requirements-docs.lock").read_text())
+    assert all("--hash=sha256:" in entry for entry in entries) and not any("://" in entry for entry in entries)
+    assert any(entry.startswith("mkdocs-material==") for entry in entries)
+    assert "mkdocs" not in (REPO / "requirements.lock").read_text() + (REPO / "requirements-dev.lock").read_text()
+
+
 # ---- reference -------------------------------------------------------------------------------------------------------
 
 
