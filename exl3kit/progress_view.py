@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from exl3kit.progress import Progress, Stage
 
-WIDE, MEDIUM = 100, 60  # columns from which there is room for a bar and a note, and for bytes and a rate
+WIDE, MEDIUM = 100, 60  # columns from which there is room for a bar and a rate (beyond it for a note), and for bytes
 BAR = 20  # columns of it; it and the spinner are ASCII, which every terminal and locale shows
 SPINNER = "|/-\\"
 
@@ -52,34 +51,30 @@ class View:
             total += f", last time {clock(progress.last.wall)}"
         if len(progress.active) > 1 or progress.timings:
             rest = max(len(table.columns) - 2, 0)
-            table.add_row("", Text(total, style="dim", no_wrap=True), *[""] * rest)
+            table.add_row("", cut(total, width - 3), *[""] * rest, style="dim")
         return table
 
 
 def cells(stage: Stage, width: int) -> list[RenderableType]:
-    """The cells of a stage's line: fewer where there is little room."""
+    """The cells of a stage's line: fewer where there is less room."""
     spinner = SPINNER[int(time.monotonic() * 4) % len(SPINNER)]
-    name = escape(stage.name) if width >= MEDIUM else escape(stage.name[: max(width - 14, 8)])
     spent = clock(stage.seconds)
     if width < MEDIUM:
         percent = f" {100 * stage.done // stage.total}%" if stage.total and stage.done <= stage.total else ""
-        return [spinner, name, spent + percent]
+        return [spinner, cut(stage.name, width - 14), cut(spent + percent, 10)]
     rate, left = stage.rate, stage.seconds_left
-    figures = [stage.amount(), f"{megabytes(int(rate))}/s" if rate else "", f"ETA {clock(left)}" if left else ""]
-    if left is None and stage.last:
-        figures.append(f"last {clock(stage.last)}")
-    told = Text("  ".join(part for part in figures if part), no_wrap=True, overflow="ellipsis")
+    figures = [stage.amount(), f"ETA {clock(left)}" if left else f"last {clock(stage.last)}" if stage.last else ""]
     if width < WIDE:
-        return [spinner, name, Text(spent, no_wrap=True), told]
-    bar = ""
-    if stage.total:
-        full = min(BAR * stage.done // stage.total, BAR)
-        bar = f"{'#' * full}{'.' * (BAR - full)}"
-    return [
-        spinner,
-        name,
-        Text(spent, no_wrap=True),
-        Text(bar),
-        told,
-        Text(stage.note, no_wrap=True, overflow="ellipsis"),
-    ]
+        return [spinner, cut(stage.name, min(width - 46, 30)), spent, Text("  ".join(filter(None, figures)))]
+    figures.insert(1, f"{megabytes(int(rate))}/s" if rate else "")
+    full = min(BAR * stage.done // stage.total, BAR) if stage.total else 0
+    bar = Text(f"{'#' * full}{'.' * (BAR - full)}" if stage.total else "")
+    told = Text("  ".join(filter(None, figures)))
+    return [spinner, cut(stage.name, 24), spent, bar, told, cut(stage.note, width - WIDE)]
+
+
+def cut(text: str, most: int) -> Text:
+    """The text in at most `most` columns, in ASCII where it is cut."""
+    if len(text) > most:
+        text = f"{text[: max(most - 3, 0)]}..."[: max(most, 0)]
+    return Text(text, no_wrap=True)

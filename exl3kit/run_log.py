@@ -96,7 +96,8 @@ def end(status: int) -> None:
 
         logging.getLogger("exl3kit").info(f"exit code {status} after {time.monotonic() - _open.started:.1f} s")
         logging.getLogger().removeHandler(_open.handler)
-        _open.handler.close()
+        with suppress(OSError):  # no room for the last line
+            _open.handler.close()
     _open = None
 
 
@@ -171,11 +172,12 @@ def _head() -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the oldest logs: those above `KEPT`, and of one verb those above `KEPT_OF_A_VERB`."""
-    seen: dict[str, int] = {}
-    for number, path in enumerate(sorted(folder.glob("*.log"), reverse=True)):
+    """Keep the newest logs: `KEPT` in all, `KEPT_OF_A_VERB` of one verb."""
+    kept: list[str] = []
+    for path in sorted(folder.glob("*.log"), reverse=True):
         verb = path.name.partition("-")[2].rpartition("-")[0]
-        seen[verb] = seen.get(verb, 0) + 1
-        if number >= KEPT or seen[verb] > KEPT_OF_A_VERB:
-            with suppress(OSError):
-                path.unlink()
+        if len(kept) < KEPT and kept.count(verb) < KEPT_OF_A_VERB:
+            kept.append(verb)
+            continue
+        with suppress(OSError):
+            path.unlink()

@@ -46,7 +46,7 @@ def recall(run: Run) -> Times:
     """The times of the last such run; empty when there was none."""
     with suppress(OSError, ValueError, TypeError, KeyError, KitError):
         told = json.loads(run.file.read_text(encoding="utf-8"))
-        return Times({str(name): float(seconds) for name, seconds in told["stages"].items()}, float(told["wall"]))
+        return Times({str(name): float(seconds) for name, seconds in dict(told["stages"]).items()}, float(told["wall"]))
     return Times()
 
 

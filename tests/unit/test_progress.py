@@ -1,19 +1,26 @@
-"""What a long verb says while it runs, on a plain log, and the seconds it reports."""
+"""What a long verb says while it runs, on a plain log and on terminals, and the seconds it reports."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from exl3kit.progress import Progress, megabytes
+from exl3kit import progress as reporting
+from exl3kit import timings
+from exl3kit.progress import Progress, Stage, clock, megabytes
+from exl3kit.progress_view import View
 
 
-def plain() -> tuple[Progress, io.StringIO]:
+def plain(run: timings.Run | None = None) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    return Progress(Console(file=out, width=200), heartbeat=0.1), out
+    return Progress(Console(file=out, width=200), heartbeat=0.1, run=run), out
 
 
 def test_a_stage_says_start_end_and_what_came_of_it() -> None:
@@ -53,3 +60,171 @@ def test_seconds_are_per_stage_without_the_steps_inside() -> None:
 @pytest.mark.parametrize(("count", "text"), [(900, "1 kB"), (2_400_000, "2 MB"), (2_060_000_000, "2.06 GB")])
 def test_bytes_for_people(count: int, text: str) -> None:
     assert megabytes(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7.4, "7 s"), (59.7, "1:00"), (125, "2:05"), (3725, "1:02:05")])
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+# ---- rate and time left ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that the test sets."""
+    clock = SimpleNamespace(at=0.0)
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: clock.at))
+    return clock
+
+
+def test_the_rate_is_that_of_late_and_the_time_left_follows_from_it(now: SimpleNamespace) -> None:
+    """Given 10 MB/s for a minute and then 1 MB/s, then what is left is told by the latter."""
+    stage = Stage("copy", total=700_000_000, started=0.0)
+    assert stage.rate is None and stage.standing() == ""
+    for second in range(1, 121):
+        now.at = float(second)
+        stage.advance(10_000_000 if second <= 60 else 1_000_000)
+    assert stage.rate == pytest.approx(1e6, rel=0.06)
+    assert stage.seconds_left == pytest.approx(40, rel=0.06)
+    assert stage.standing().startswith("660 MB of 700 MB, 1 MB/s, ETA ")
+
+
+def test_a_stall_lowers_the_rate_instead_of_freezing_it(now: SimpleNamespace) -> None:
+    stage = Stage("copy", total=1_000_000_000, started=0.0)
+    for second in range(1, 11):
+        now.at = float(second)
+        stage.advance(10_000_000)
+    before = stage.seconds_left
+    now.at = 40.0
+    assert before is not None and stage.seconds_left is not None and stage.seconds_left > 3 * before
+
+
+def test_without_bytes_the_last_time_is_the_outlook() -> None:
+    stage = Stage("load", last=83.0)
+    stage.say("rank 0 loading")
+    assert stage.standing() == "last time 1:23, rank 0 loading"
+
+
+# ---- compared with the last run --------------------------------------------------------------------------------------
+
+
+def test_the_summary_holds_each_stage_against_the_last_run_of_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a run that came to its end, when the same runs again, then its seconds stand beside; another's do not."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    same = timings.Run("up", "demo", "a,b")
+    timings.remember(same, timings.Times({"image": 12.34, "load": 6.0}, 20.0))
+    for run, compared in ((same, True), (timings.Run("up", "demo", "a"), False), (None, False)):
+        progress, out = plain(run)
+        with progress.stage("image") as stage:
+            stage.conclude("a tag")
+        with progress.stage("first answer"):
+            pass
+        progress.summary()
+        lines = out.getvalue().splitlines()[-3:]
+        assert ("(last 12.3 s)" in lines[0], "(last 20.0 s)" in lines[2]) == (compared, compared)
+        assert re.fullmatch(r"image +0\.0 s .*a tag", lines[0]) and re.match(r"wall clock +0\.0 s", lines[2])
+    assert timings.recall(same).stages == {"image": 0.0, "first answer": 0.0}, "the next is compared with this one"
+
+
+def test_a_failed_run_is_nothing_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = timings.Run("up", "demo")
+    progress, _ = plain(run)
+    with pytest.raises(ZeroDivisionError), progress.stage("image"):
+        raise ZeroDivisionError
+    assert timings.recall(run).wall is None
+
+
+def test_times_that_cannot_be_read_or_kept_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = timings.Run("up", "demo")
+    run.file.write_text('{"stages": 7}')
+    assert timings.recall(run) == timings.Times()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    timings.remember(run, timings.Times({}, 1.0))
+    assert timings.recall(run) == timings.Times() and list(timings.nodes_named()) == []
+
+
+# ---- terminals and pipes ---------------------------------------------------------------------------------------------
+
+
+class Tty(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(file: io.StringIO, environment: dict[str, str], width: int = 100) -> str:
+    """What a stage of 0.2 s and its summary write."""
+    console = Console(file=file, width=width, _environ=environment)
+    progress = Progress(console)
+    with progress.stage("copy", total=100) as stage:
+        for _ in range(2):
+            stage.advance(50)
+            time.sleep(0.1)
+    progress.skip("base", "there")
+    progress.summary()
+    return file.getvalue()
+
+
+def test_a_terminal_gets_a_line_that_is_renewed() -> None:
+    text = drawn(Tty(), {"TERM": "xterm"})
+    assert "\x1b[2K" in text and "> copy" not in text
+    assert "+\x1b[0m copy" in text or "+ copy" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "environment"),
+    [(io.StringIO(), {}), (io.StringIO(), {"TERM": "xterm", "NO_COLOR": "1"}), (Tty(), {"TERM": "dumb"})],
+    ids=["pipe", "pipe without colours", "dumb terminal"],
+)
+def test_whatever_has_no_cursor_gets_plain_lines(file: io.StringIO, environment: dict[str, str]) -> None:
+    text = drawn(file, environment)
+    assert text.splitlines()[0] == "> copy"
+    assert re.search(r"[\x00-\x08\x0b-\x1f]", text) is None
+
+
+def test_colours_in_a_pipe_are_not_a_cursor_in_a_pipe() -> None:
+    """Given FORCE_COLOR, as many build services set it, then lines are coloured, and none is renewed in place."""
+    text = drawn(io.StringIO(), {"FORCE_COLOR": "1", "TERM": "xterm"})
+    assert "\x1b[32m" in text
+    assert set(re.findall(r"\x1b\[[0-9;?]*([A-Za-z])", text)) == {"m"}
+
+
+def test_no_color_has_no_colours_on_a_terminal_either() -> None:
+    text = drawn(Tty(), {"TERM": "xterm", "NO_COLOR": "1"})
+    assert "\x1b[2K" in text and re.search(r"\x1b\[[0-9;]*\b[349][0-9]\b[0-9;]*m", text) is None
+
+
+@pytest.mark.parametrize("width", [20, 40, 59, 60, 80, 100, 200])
+def test_the_live_view_fits_every_width(width: int) -> None:
+    """Given stages with and without bytes and long names, then no line of the view is wider than the terminal."""
+    console = Console(file=Tty(), width=width, _environ={"TERM": "xterm"}, color_system=None)
+    progress = Progress(console)
+    progress.active += [
+        Stage("image to a-node-with-a-long-name", total=4_000_000_000, done=1_000_000_000, last=90.0),
+        Stage("first answer", last=83.0, note="rank 0 loading, " * 9),
+    ]
+    lines = console.render_lines(View(progress).render(), pad=False)
+    texts = ["".join(segment.text for segment in line).rstrip() for line in lines]
+    assert all(len(text) <= width for text in texts)
+    assert any("25%" in text or "1.00 GB of 4.00 GB" in text for text in texts) or width == 20
+    assert len(texts) == 3 and all(text.isascii() for text in texts)
+
+
+def test_a_narrow_terminal_gets_a_summary_in_which_every_line_fits() -> None:
+    console = Console(file=Tty(), width=40, _environ={"TERM": "xterm"}, color_system=None)
+    progress = Progress(console)
+    for name in ("look at nodes and weights of a long name", "image"):
+        with progress.stage(name) as stage:
+            stage.conclude("a long outcome " * 5)
+    console.file = file = Tty()
+    progress.summary()
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3 and all(len(line) <= 40 for line in lines)
+    assert [line.split()[-2:] for line in lines] == list(itertools.repeat(["0.0", "s"], 3))
