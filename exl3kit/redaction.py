@@ -16,7 +16,7 @@ MASK = "********"
 LEAST = 6  # characters of a known value: a shorter one would turn up in innocent words
 
 _SECRET_NAME = (
-    r"[\w.-]*(?:token|secret|passw(?:or)?d|passphrase|credentials?|authorization|cookie"
+    r"[\w.-]*(?:(?-i:(?<![a-z])token|Token|(?<![A-Z])TOKEN)|(?:access|auth|refresh|session|id)token|secret|passw(?:or)?d|passphrase|credentials?|authorization|cookie"
     r"|(?:api|access|private|secret|signing|encryption|account|auth)[_-]?key(?:[_-]?id)?)"
 )
 _NAME = re.compile(_SECRET_NAME, re.IGNORECASE)

@@ -65,6 +65,11 @@ class Report:
         self.members[name] = self.redactor.text(text).encode("utf-8", "replace")
         self.says[name] = what
 
+    def add_public(self, name: str, what: str, text: str) -> None:
+        """Versions and hashes of public things: `base-passwd` is a package there, and no secret."""
+        self.members[name] = text.encode()
+        self.says[name] = what
+
     def add_data(self, name: str, what: str, data: Any) -> None:
         plain = json.loads(json.dumps(data, default=str))
         text = json.dumps(self.redactor.data(plain), indent=1, sort_keys=True, ensure_ascii=False)
@@ -72,7 +77,8 @@ class Report:
         self.says[name] = what
 
     def leave_out(self, what: str, why: str) -> None:
-        self.left_out.append({"what": self.redactor.text(what), "why": printable(self.redactor.text(why), 2000)})
+        told = self.redactor.text(why).replace("\n  next: ", "; next: ")
+        self.left_out.append({"what": self.redactor.text(what), "why": printable(told, 2000)})
 
     def attempt(self, what: str, gather: Callable[..., None], *arguments: Any) -> None:
         """Gather one part by `gather(self, *arguments)`; what is in the way becomes a line of what was left out."""
@@ -189,12 +195,13 @@ def add_recipe(report: Report, effective: Effective) -> None:
 def add_lock(report: Report, effective: Effective) -> None:
     from exl3kit import lock
 
-    report.add_data("lock.json", "every input of its image", lock.make_lock(effective.recipe).data)
+    made = lock.make_lock(effective.recipe)
+    report.add_public("lock.json", f"every input of its image, stamp {made.short}", json.dumps(made.data, indent=1))
 
 
 def add_pins(report: Report) -> None:
     for file in sorted(paths.LOCKS.glob("*.json")):
-        report.add_text(f"pins/{file.name}", "committed pins", file.read_text(encoding="utf-8"))
+        report.add_public(f"pins/{file.name}", "committed pins", file.read_text(encoding="utf-8"))
 
 
 def add_own_logs(report: Report, folder: str, source: Callable[[], Path], most: int) -> None:
@@ -202,7 +209,11 @@ def add_own_logs(report: Report, folder: str, source: Callable[[], Path], most: 
     files = sorted(source().glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[:most]:
         content = file.read_bytes()[-OWN_LOG_BYTES:]
-        report.add_text(f"{folder}/{file.name}", "a log of the kit", content.decode("utf-8", "replace"))
+        report.add_text(
+            f"{folder}/{file.name}",
+            f"of the newest {most} of the kit's own logs of this kind",
+            content.decode("utf-8", "replace"),
+        )
     if not files:
         report.leave_out(f"{folder}/", "there are none")
 

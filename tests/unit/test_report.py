@@ -54,6 +54,7 @@ HARMLESS = (
     "sha256 5aef9bb5ecd8852b3dd329ba1f2f86d7a9541b8907aa222820fd7a6633ed869c",
     "http://127.0.0.1:8000/v1/completions",
     "token: null",
+    " + tiktoken=0.9.0",
 )
 
 
@@ -254,7 +255,16 @@ def test_an_invalid_recipe_is_told_with_its_faults(tmp_path: Path) -> None:
 
 
 def test_names_of_secrets() -> None:
-    secret = ("HF_TOKEN", "api_key", "x-api-key", "MY_PASSWORD", "AWS_SECRET_ACCESS_KEY", "accessToken", "Cookie")
+    secret = (
+        "HF_TOKEN",
+        "api_key",
+        "x-api-key",
+        "MY_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+        "accessToken",
+        "githubToken",
+        "Cookie",
+    )
     assert all(redaction.is_secret_name(name) for name in secret)
-    plain: tuple[Any, ...] = ("max_tokens", "api_key_file", "SECRET_FILE", "tokens_per_s", "keys", "PATH")
+    plain: tuple[Any, ...] = ("max_tokens", "api_key_file", "SECRET_FILE", "tokens_per_s", "tiktoken", "keys", "PATH")
     assert not any(redaction.is_secret_name(name) for name in plain)
