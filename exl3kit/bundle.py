@@ -12,7 +12,6 @@ all of it is read once and held against the hashes; every file is then written b
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from exl3kit import built_image, paths, side_by_side, wheels
 from exl3kit.built_image import BuiltImage
+from exl3kit.context import Hashing
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.transfer import CHUNK, SILENT_SECONDS
 
@@ -106,24 +106,6 @@ class Writer:
         reader = Hashing(source, self._stage)
         self._archive.addfile(member, reader)
         self.members.append(Member(name, size, reader.digest))
-
-
-class Hashing:
-    """A file that hashes what is read from it."""
-
-    def __init__(self, source: IO[bytes], stage: Stage | None = None) -> None:
-        self._source, self._stage, self._hash = source, stage, hashlib.sha256()
-
-    def read(self, size: int = -1) -> bytes:
-        piece = self._source.read(size)
-        self._hash.update(piece)
-        if self._stage is not None:
-            self._stage.advance(len(piece))
-        return piece
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def image_members(node: Node, built: BuiltImage) -> Iterator[bytes]:

@@ -154,7 +154,7 @@ def write(entries: Sequence[Entry], out: IO[bytes], stage: Stage | None = None) 
             member.size, member.mtime = entry.size, FILE_TIME
             member.mode = 0o755 if entry.executable else 0o644
             with _opened(entry) as source:
-                reader = _Hashing(source, stage)
+                reader = Hashing(source, stage)
                 archive.addfile(member, reader)
             _check(entry, reader.digest)
 
@@ -185,7 +185,7 @@ def streamed(entries: Sequence[Entry], stage: Stage | None = None) -> Iterator[I
             raise failures[0]
 
 
-class _Hashing:
+class Hashing:
     """A file that hashes what is read from it and counts it for the stage."""
 
     def __init__(self, source: IO[bytes], stage: Stage | None) -> None:
