@@ -10,9 +10,9 @@ from exl3kit import deployment as plans
 from exl3kit import recipe_rules
 
 if TYPE_CHECKING:
-    from exl3kit.deployment import Deployment
+    from exl3kit.deployment import Deployment, NodeFacts
     from exl3kit.nodes import Node
-    from exl3kit.serve import Ground
+    from exl3kit.recipe import Recipe
 
 MASK = "********"
 OF_THE_RECIPE = ("EXL3_TIER", "EXL3_STALL_S", *recipe_rules.EXL3_FLAGS, *recipe_rules.EXL3_NUMBERS)  # keys outside env
@@ -28,17 +28,20 @@ class Variable:
     instead_of: str | None = None
 
 
-def of_deployment(ground: Ground, deployment: Deployment) -> dict[int, list[Variable]]:
+def of_deployment(
+    recipe: Recipe,
+    nodes: Sequence[Node],
+    placement: Sequence[str],
+    facts: Mapping[str, NodeFacts],
+    deployment: Deployment,
+) -> dict[int, list[Variable]]:
     """Every rank's variables by name, with those of the image below them where the image is on its node."""
-    nodes = {node.name: node for node in ground.nodes}
-    images = {name: of_image(node, deployment.image) for name, node in nodes.items()}
+    images = {node.name: of_image(node, deployment.image) for node in nodes}
+    own = plans.own_environment(recipe)
     told = {}
     for rank in deployment.ranks:
-        facts = plans.facts_environment(
-            ground.recipe, rank.rank, ground.placement, ground.facts, bridge=deployment.bridge
-        )
-        own = plans.own_environment(ground.recipe)
-        told[rank.rank] = of_rank(rank.env, own, facts, ground.recipe.serve.env, images[rank.node])
+        demanded = plans.facts_environment(recipe, rank.rank, placement, facts, bridge=deployment.bridge)
+        told[rank.rank] = of_rank(rank.env, own, demanded, recipe.serve.env, images[rank.node])
     return told
 
 

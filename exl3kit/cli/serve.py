@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
-    from exl3kit.deployment import Deployment
-    from exl3kit.rank_env import Variable
+    from exl3kit.dry_run import DryRun
     from exl3kit.recipe import Probe
     from exl3kit.serve import Serving
 
@@ -211,7 +211,7 @@ def render(
     as_json: args.JsonOption = False,
 ) -> None:
     """Write the files that `kit up` would start, or show what the ranks would get; starts nothing."""
-    from exl3kit import rank_env, recipes, serve
+    from exl3kit import dry_run, recipes, serve
     from exl3kit import render as files
     from exl3kit.errors import KitError
     from exl3kit.nodes import open_nodes
@@ -220,11 +220,12 @@ def render(
         raise KitError("give either --out, or --env or --diff", where="kit render", next_step="kit render --help")
     loaded = recipes.load(recipe, sets or ())
     with open_nodes(nodes) as opened:
-        ground = serve.survey(loaded, opened)
-        deployment = ground.plan(serve.new_generation())
-        told = rank_env.of_deployment(ground, deployment) if out is None else {}
+        if out is None:
+            seen = dry_run.look(loaded, opened)
+        else:
+            deployment = serve.survey(loaded, opened).plan(serve.new_generation())
     if out is None:
-        show_environment(told, deployment, only_differing=diff, as_json=as_json)
+        show_environment(seen, only_differing=diff, as_json=as_json)
         return
     written = files.write(deployment, out)
     if as_json:
@@ -245,14 +246,16 @@ def render(
         print(path)
 
 
-def show_environment(
-    told: dict[int, list[Variable]], deployment: Deployment, *, only_differing: bool, as_json: bool
-) -> None:
-    """Variables, values and sources of all ranks; a value that is the same everywhere is shown once."""
+def show_environment(seen: DryRun, *, only_differing: bool, as_json: bool) -> None:
+    """Variables, values and sources of all ranks; a value that is the same everywhere is shown once.
+
+    What `up` would refuse comes last, and its exit code is the process's.
+    """
     from dataclasses import asdict
 
     from exl3kit import rank_env
 
+    told, deployment = seen.environment, seen.deployment
     differing = rank_env.differing(told)
     arguments = rank_env.differing_arguments(deployment)
     if as_json:
@@ -260,9 +263,15 @@ def show_environment(
             {"rank": rank, "env": [asdict(one) for one in env if not only_differing or one.name in differing]}
             for rank, env in told.items()
         ]
-        output.emit({"deployment": deployment.name, "ranks": ranks, "differing": differing, "arguments": arguments})
-        return
-    for line in rank_env.as_lines(told, only_differing=only_differing):
-        print(line)
-    for rank, words in arguments.items() if only_differing else ():
-        print(f"rank {rank}: vllm arguments  {' '.join(words)}")
+        refusals = [one.as_json()["error"] for one in seen.refusals]
+        fields = {"deployment": deployment.name, "ranks": ranks, "differing": differing, "arguments": arguments}
+        output.emit({**fields, "refusals": refusals})
+    else:
+        for line in rank_env.as_lines(told, only_differing=only_differing):
+            print(line)
+        for rank, words in arguments.items() if only_differing else ():
+            print(f"rank {rank}: vllm arguments  {' '.join(words)}")
+    for refusal in seen.refusals:
+        print(f"kit: `up` would refuse: {refusal}", file=sys.stderr)
+    if seen.refusals:
+        raise typer.Exit(int(seen.refusals[0].code))

@@ -73,6 +73,16 @@ def infiniband(folder: Path, shown: list[Adapter]) -> None:
             (port / "counters" / counter).write_text("0\n")
 
 
+# Of an idle one, in kB; the machine that plays it may have less.
+MEMORY = {"MemTotal": 127_601_452, "MemFree": 110_000_000, "MemAvailable": 118_000_000, "Buffers": 400_000,
+          "Cached": 8_000_000, "SwapTotal": 0, "SwapFree": 0}  # fmt: skip
+
+
+def meminfo() -> str:
+    """What /proc/meminfo shows."""
+    return "".join(f"{name + ':':<16}{kib:>8} kB\n" for name, kib in MEMORY.items())
+
+
 NVIDIA_SMI = f"""#!/bin/sh
 # Plays the nvidia-smi of a GB10, whose memory is the machine's own.
 for word; do case $word in --query-gpu=*) fields=${{word#*=}} ;; esac; done

@@ -9,6 +9,8 @@ hostname "$name"
 mount -t overlay overlay -o "lowerdir=$template,upperdir=$disk/upper,workdir=$disk/work" "$disk/root"
 cd "$disk/root"
 mount -t proc proc proc
+# The memory of a machine that the node plays, as it is shown; what its processes can have is this machine's.
+[ ! -f "$disk/meminfo" ] || mount --bind "$disk/meminfo" proc/meminfo
 mount -t sysfs sysfs sys
 
 # Control groups seen from the node's own group, so that an engine cannot touch what is not the node's.

@@ -80,6 +80,7 @@ def make_disk(node: Node, options: Options, state: State) -> None:
     if options.fake_gpu:
         for path, (text, mode) in gb10.files().items():
             write.file(path, text, mode)
+        (disk.folder / "meminfo").write_text(gb10.meminfo())
         gb10.infiniband(disk.folder / "infiniband", gb10.adapters("eth0", node.address, "eth1", node.twin_address))
 
 
