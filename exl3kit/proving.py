@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl3kit import asking, containers, post_mortem
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.faults import printable
 
 if TYPE_CHECKING:
     from exl3kit.asking import Answer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5  # how often the containers are looked at while the first answer is waited for
 TELL_SECONDS = 5.0  # how often the ranks are asked what they do meanwhile
+SHOWN = 120  # characters of a log line that are shown while a rank starts
 FINAL_WORDS = 3  # lines of a dead rank's log that go into the error's sentence
 
 
@@ -61,7 +63,21 @@ def narrate(standing: Sequence[Standing], say: Callable[[str], None], question: 
                 reports = list(pool.map(asking.report, standing))
         except KitError:
             continue  # one has just ended, which `prove` finds out for itself
-        say(", ".join(f"rank {report['rank']} {report['state']}" for report in reports))
+        states = ", ".join(f"rank {report['rank']} {report['state']}" for report in reports)
+        say("; ".join(part for part in (states, latest_word(standing[0])) if part))
+
+
+def latest_word(one: Standing) -> str:
+    """The last line of a rank's log, where vLLM tells how far it has loaded; empty when it cannot be had."""
+    from docker.errors import DockerException
+    from requests import RequestException
+
+    try:
+        lines = [line.strip() for line in containers.tail(one, 3)]
+    except (DockerException, RequestException, OSError):
+        return ""
+    told = [line for line in lines if line and not line.startswith(post_mortem.MARK)]
+    return printable(told[-1], SHOWN) if told else ""
 
 
 def put(question: Future[Answer], head: Standing, recipe: Recipe, deadline_s: float) -> None:

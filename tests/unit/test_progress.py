@@ -10,10 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from docker.errors import DockerException
 from rich.console import Console
 
+from exl3kit import post_mortem, proving, timings
 from exl3kit import progress as reporting
-from exl3kit import timings
 from exl3kit.progress import Progress, Stage, clock, megabytes
 from exl3kit.progress_view import View
 
@@ -104,6 +105,28 @@ def test_without_bytes_the_last_time_is_the_outlook() -> None:
     stage = Stage("load", last=83.0)
     stage.say("rank 0 loading")
     assert stage.standing() == "last time 1:23, rank 0 loading"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (b"a line\nLoading shards:  50% | 1/2\rLoading shards: 100% | 2/2\n\n", "Loading shards: 100% | 2/2"),
+        (f"a line\n{post_mortem.MARK} a report\n".encode(), "a line"),
+        (b"\x1b[2Jnot for a terminal", "\\x1b[2Jnot for a terminal"),
+        (b"", ""),
+    ],
+)
+def test_a_start_shows_the_last_line_of_the_head_ranks_log(log: bytes, said: str) -> None:
+    """vLLM tells there how far it has loaded."""
+    rank = SimpleNamespace(container=SimpleNamespace(logs=lambda tail: log))
+    assert proving.latest_word(rank) == said  # type: ignore[arg-type]
+
+
+def test_a_log_that_cannot_be_had_says_nothing() -> None:
+    def lost(tail: int) -> bytes:
+        raise DockerException("gone")
+
+    assert proving.latest_word(SimpleNamespace(container=SimpleNamespace(logs=lost))) == ""  # type: ignore[arg-type]
 
 
 # ---- compared with the last run --------------------------------------------------------------------------------------
