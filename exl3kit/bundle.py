@@ -77,7 +77,7 @@ class Writer:
     def add_file(self, name: str, path: Path) -> None:
         """Add a file of this machine."""
         with path.open("rb") as source:
-            self._add(name, path.stat().st_size, source)
+            self._add(name, path.stat().st_size, source, self._stage)
 
     def add_stream(self, name: str, pieces: Iterator[bytes], folder: Path) -> None:
         """Add a stream whose length is not known before its end; it waits in `folder` until then."""
@@ -87,7 +87,7 @@ class Writer:
                 self._stage.advance(len(piece))
             size = spool.tell()
             spool.seek(0)
-            self._add(name, size, spool)
+            self._add(name, size, spool, None)  # its bytes are counted already
 
     def finish(self, recipes: Sequence[str], images: Sequence[dict[str, Any]]) -> None:
         """Write the index and the end of the archive."""
@@ -97,13 +97,13 @@ class Writer:
         with tempfile.TemporaryFile() as spool:
             spool.write(text)
             spool.seek(0)
-            self._add(INDEX, len(text), spool)
+            self._add(INDEX, len(text), spool, None)
         self._archive.close()
 
-    def _add(self, name: str, size: int, source: IO[bytes]) -> None:
+    def _add(self, name: str, size: int, source: IO[bytes], stage: Stage | None) -> None:
         member = tarfile.TarInfo(name)
         member.size, member.mode = size, 0o644
-        reader = Hashing(source, self._stage)
+        reader = Hashing(source, stage)
         self._archive.addfile(member, reader)
         self.members.append(Member(name, size, reader.digest))
 

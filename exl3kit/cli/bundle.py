@@ -10,8 +10,13 @@ import typer
 from exl3kit.cli import args, output, teaching
 
 if TYPE_CHECKING:
-    from exl3kit.progress import Progress
+    from exl3kit.built_image import BuiltImage
+    from exl3kit.bundle import Writer
+    from exl3kit.nodes import Node
+    from exl3kit.progress import Progress, Stage
     from exl3kit.recipe import Recipe
+
+    Found = tuple[Node, BuiltImage, list[str]]
 
 app = teaching.App("Everything a site without a network needs, in one file.")
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The bundle, a tar file.", show_default=False)]
@@ -31,16 +36,29 @@ def save(
     as_json: args.JsonOption = False,
 ) -> None:
     """Write a bundle of recipes: images, their sources and the kit's own wheels, with a hash of everything."""
+    import tempfile
+    from contextlib import ExitStack
+
     from exl3kit import bundle, recipes
     from exl3kit.cli.serve import stoppable
+    from exl3kit.nodes import open_nodes
     from exl3kit.timings import Run
 
     progress = output.progress(Run("bundle save", " ".join(names), nodes), as_json=as_json)
     loaded = [recipes.load(name) for name in names]
-    with stoppable(), bundle.beside(file.absolute()) as out:
-        _write(
-            loaded, nodes, out, file.absolute().parent, progress, images=images, sources=sources, kit=kit, models=models
-        )
+    folder = file.absolute().parent
+    with stoppable(), bundle.beside(file.absolute()) as out, ExitStack() as stack:
+        spool = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".kit-bundle-", dir=folder)))
+        found = _images(loaded, stack.enter_context(open_nodes(nodes))) if images else []
+        files = _sources(loaded, progress) if sources else []
+        if kit:
+            with progress.stage("the kit's wheels"):
+                files += bundle.kit_wheels(spool)
+        if models:
+            files += [member for recipe in loaded for member in _model(recipe)]
+        total = sum(path.stat().st_size for _, path in files) + sum(built.size for _, built, _ in found)
+        with progress.stage("bundle", total=total) as stage:
+            _write(bundle.Writer(out, stage), loaded, files, found, spool, stage)
     progress.summary()
     written = bundle.read(file)
     if as_json:
@@ -49,56 +67,33 @@ def save(
         output.console().print(f"{file}: {file.stat().st_size / 1e9:.2f} GB, {len(written.members)} files")
 
 
-def _write(
-    loaded: list[Recipe],
-    named: str,
-    out: object,
-    beside: Path,
-    progress: Progress,
-    *,
-    images: bool,
-    sources: bool,
-    kit: bool,
-    models: bool,
-) -> None:
-    import tempfile
+def _images(loaded: list[Recipe], opened: list[Node]) -> list[Found]:
+    """(node, image, recipes) of each image that the recipes have today."""
+    from exl3kit import bundle, lock
 
-    from exl3kit import bundle, lock, nodes, paths, wheelhouse
-
-    told = []
-    with progress.stage("bundle") as stage, tempfile.TemporaryDirectory(prefix=".kit-bundle-", dir=beside) as folder:
-        writer = bundle.Writer(out, stage)  # type: ignore[arg-type]
-        if sources:
-            every = [wheelhouse.of(recipe) for recipe in loaded]
-            for one in every:
-                wheelhouse.fetch(one, progress)
-            for path in sorted({path for one in every for path in one.files()}):
-                stage.say(path.name)
-                writer.add_file(f"cache/{path.relative_to(paths.cache_dir())}", path)
-        if kit:
-            for name, path in bundle.kit_wheels(Path(folder)):
-                writer.add_file(name, path)
-        if models:
-            for recipe in loaded:
-                _add_model(writer, recipe)
-        if images:
-            stamps: dict[str, list[str]] = {}
-            for recipe in loaded:
-                stamps.setdefault(lock.make_lock(recipe).stamp, []).append(recipe.name)
-            with nodes.open_nodes(named) as opened:
-                for node, built, of in bundle.saved_images(opened, stamps):
-                    stage.say(built.tag)
-                    writer.add_stream(f"images/{built.stamp}.tar", bundle.image_members(node, built), Path(folder))
-                    told.append({"stamp": built.stamp, "recipes": of, "platform": built.platform,
-                                 "layers": list(built.layers)})  # fmt: skip
-        writer.finish([recipe.name for recipe in loaded], told)
+    stamps: dict[str, list[str]] = {}
+    for recipe in loaded:
+        stamps.setdefault(lock.make_lock(recipe).stamp, []).append(recipe.name)
+    return bundle.saved_images(opened, stamps)
 
 
-def _add_model(writer: object, recipe: Recipe) -> None:
-    from exl3kit import bundle
+def _sources(loaded: list[Recipe], progress: Progress) -> list[tuple[str, Path]]:
+    """(name, path) of everything that the recipes' images are built from, fetched where it is not there yet."""
+    from exl3kit import paths, wheelhouse
+
+    every = [wheelhouse.of(recipe) for recipe in loaded]
+    for one in every:
+        wheelhouse.fetch(one, progress)
+    cache = paths.cache_dir()
+    return [
+        (f"cache/{path.relative_to(cache)}", path) for path in sorted({path for one in every for path in one.files()})
+    ]
+
+
+def _model(recipe: Recipe) -> list[tuple[str, Path]]:
+    """(name, path) of the files of a recipe's checkpoint."""
     from exl3kit.errors import KitError
 
-    assert isinstance(writer, bundle.Writer)
     if recipe.model.path is None:
         raise KitError(
             "a bundle carries checkpoints that lie in a folder",
@@ -107,9 +102,30 @@ def _add_model(writer: object, recipe: Recipe) -> None:
             next_step="`kit weights fetch`, then a recipe with model.path",
         )
     folder = Path(recipe.model.path)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            writer.add_file(f"models/{folder.name}/{path.relative_to(folder).as_posix()}", path)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [(f"models/{folder.name}/{path.relative_to(folder).as_posix()}", path) for path in files]
+
+
+def _write(
+    writer: Writer,
+    loaded: list[Recipe],
+    files: list[tuple[str, Path]],
+    found: list[Found],
+    spool: Path,
+    stage: Stage,
+) -> None:
+    """Everything into the bundle, its index last."""
+    from exl3kit import bundle
+
+    for name, path in files:
+        stage.say(path.name)
+        writer.add_file(name, path)
+    told = []
+    for node, built, of in found:
+        stage.say(built.tag)
+        writer.add_stream(f"images/{built.stamp}.tar", bundle.image_members(node, built), spool)
+        told.append({"stamp": built.stamp, "recipes": of, "platform": built.platform, "layers": list(built.layers)})
+    writer.finish([recipe.name for recipe in loaded], told)
 
 
 @app.command()
