@@ -120,7 +120,7 @@ def kit(
 def main() -> None:
     """Run one verb and leave with its exit code; whatever goes wrong becomes a sentence, never a traceback."""
     output.prepare()
-    status = output.settle(_run(as_json="--json" in sys.argv))
+    status = output.verdict(output.settle(_run(as_json="--json" in sys.argv)))
     run_log.end(status)
     raise SystemExit(status)
 

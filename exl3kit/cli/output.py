@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from exl3kit import run_log
-from exl3kit.errors import ExitCode
+from exl3kit.errors import MEANINGS, ExitCode
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from exl3kit.timings import Run
 
 READER_LEFT = 141  # what a shell shows of a program that SIGPIPE ended, as `cat` in `cat FILE | head -1`
+
+_refused = False  # whether an error was told in this run
 
 
 class _Stdout(io.FileIO):
@@ -39,6 +41,8 @@ class _Stdout(io.FileIO):
 
 def prepare() -> None:
     """Make stdout and stderr streams that take any text: the caller may have closed them, or chosen ASCII."""
+    global _refused
+    _refused = False
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the life of the process
     if sys.stderr is None:
@@ -110,12 +114,22 @@ def emit(fields: Mapping[str, object]) -> None:
 
 def refuse(error: KitError, *, as_json: bool) -> int:
     """Say why the kit stops: a sentence on stderr, and the same as JSON on stdout when asked; returns the exit code."""
+    global _refused
+    _refused = True
     run_log.record(error)
     log = run_log.place()
     if as_json:
         emit(error.as_json() | ({"log": log} if log else {}))
     _tell(f"kit: {error}" + (f"\n  log: {log}" if log else ""))
     return int(error.code)
+
+
+def verdict(status: int) -> int:
+    """Say what an exit code means that is a verdict and not an error, and where the log is; gives it back."""
+    log = run_log.place()
+    if status in MEANINGS and status != ExitCode.OK and log and not (_refused or is_lost()):
+        _tell(f"kit: exit code {status}: {MEANINGS[ExitCode(status)]}\n  log: {log}")
+    return status
 
 
 def version(asked: bool) -> None:

@@ -24,9 +24,6 @@ BreakLock = Annotated[
 ]
 
 
-Nodes = args.NodesOption
-
-
 @dataclass(frozen=True)
 class Start:
     """Options of a verb that starts ranks."""

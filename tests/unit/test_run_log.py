@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from exl3kit import cli, hub, paths, plan, run_log, ssh
+from exl3kit.errors import MEANINGS, ExitCode
 from exl3kit.progress import Progress
 
 TOKEN = "a-word-that-no-pattern-knows"
@@ -52,6 +53,16 @@ def test_an_error_ends_with_the_place_of_a_log_that_says_more(
     assert "typer/main.py" not in text, "the way to the verb tells nothing"
     for line in text.splitlines():
         assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [\w.]+: |    ", line), line
+
+
+def test_a_verdict_says_its_exit_code_and_where_the_log_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given nodes of which one does not answer, then `status` is no error, and yet says where more is to be read."""
+    assert kit(monkeypatch, "status", "--nodes", "nosuch.invalid") == 6
+    verdict, log = capsys.readouterr().err.splitlines()
+    assert verdict == f"kit: exit code 6: {MEANINGS[ExitCode.UNREACHABLE]}"
+    assert "no host of this name is known" in Path(log.removeprefix("  log: ")).read_text()
 
 
 def test_json_names_the_log_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
