@@ -24,7 +24,10 @@ UTILIZATION = 0.92  # vLLM's defaults (0.32, 0.33), which a recipe leaves by nam
 BATCHED_TOKENS, SEQUENCES = 8192, 1024  # its largest for one GPU: an estimate must not be below the truth
 KV_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 SPARSE_FP8_ROW = 656  # bytes of a token in vLLM's fp8_ds_mla: 512 values, their scales, and room for a 16-bit rope
-SLICE = 32768  # columns that are reconstructed at once
+BLOCK = 128
+# Of the overlay's path through cuBLAS: columns of a matrix that is kept whole, most pieces of a wider one, and rows and
+# bytes of fp32 sums of one product.
+WIDEST, PIECES, CHUNK_ROWS, CHUNK_BYTES = 32768, 4, 2048, 128 << 20
 GRAPHS = 1 * GIB  # captured graphs and their pool: 0.5 to 1 GiB for up to 512 rows
 CONTEXT_GPU = 1 * GIB + 512 * MIB  # CUDA context, NCCL buffers, cuBLAS workspaces
 PROCESS = 1280 * MIB  # host side of a rank: 1.2 GB resident for vLLM's processes of one CPU rank
@@ -42,7 +45,8 @@ class Sizes:
     whole: int  # of tensors that each rank holds whole: norms, routers, latent projections
     trellis: int  # of `cut`: packed
     trellis_weights: int  # weights that these stand for
-    largest: int  # K * min(N, 32768) of the largest matrix
+    largest_in: int  # inputs and outputs of the largest packed matrix
+    largest_out: int
 
     @classmethod
     def of(cls, found: Mapping[str, int]) -> Sizes:
@@ -165,14 +169,26 @@ def activation_bytes(shape: Mapping[str, Any], rows: int, sequences: int, tensor
 
 
 def scratch_bytes(recipe: Recipe, sizes: Sizes, shape: Mapping[str, Any], rows: int) -> int:
-    """The arena of the EXL3 kernels: a matrix that is decoded for cuBLAS, or a step's rows sorted by expert."""
+    """The arena of the EXL3 kernels: a matrix that is decoded for cuBLAS, or a step's rows sorted by expert.
+
+    The first is what the kernels ask for, to the byte, where ranks share the outputs; the second is an estimate.
+    """
     tensor = recipe.parallel.tensor
-    dense = 0 if recipe.exl3.prefill_reconstruct_m == 0 else 2 * sizes.largest // tensor
+    never = recipe.exl3.prefill_reconstruct_m == 0
+    dense = 0 if never else written_out(sizes.largest_in, math.ceil(sizes.largest_out / tensor), rows)
     chosen = number(shape, "num_experts_per_tok", "moe_top_k") or 0
     hidden = number(shape, "hidden_size") or 0
     inner = math.ceil((number(shape, "moe_intermediate_size", "intermediate_size") or 0) / tensor)
     moe = rows * chosen * (hidden + 3 * inner) * 2 + rows * hidden * 4 if chosen else 0
     return max(dense, moe)
+
+
+def written_out(inputs: int, outputs: int, rows: int) -> int:
+    """Bytes for one piece of a matrix in fp16, and a chunk of rows on the way through cuBLAS with fp32 sums."""
+    blocks = math.ceil(outputs / BLOCK)
+    columns = math.ceil(blocks / max(1, min(PIECES, math.ceil(outputs / WIDEST)))) * BLOCK
+    chunk = min(rows, CHUNK_ROWS, max(256, CHUNK_BYTES // (4 * max(1, columns)) // BLOCK * BLOCK))
+    return 2 * inputs * columns + chunk * (2 * inputs + 4 + 4 * columns) if inputs else 0
 
 
 def shape_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,7 +25,6 @@ WHOLE = 64 << 20
 SAMPLES = 16
 SAMPLE = 64 << 10
 LONGEST_HEADER = 100 << 20  # safetensors' own limit
-SLICE = 32768  # columns of a matrix that are decoded at once
 # Held whole by each tensor rank: norms and scales are told by having one dimension, these by their name.
 WHOLE_ON_A_RANK = re.compile(
     r"\.(q_a_proj|kv_a_proj\w*|fused_qkv_a_proj|gate|router|e_score_correction_bias|indexer\.\w+)\."
@@ -125,7 +124,8 @@ def measure(tensors: Mapping[str, Any], sizes: dict[str, int]) -> None:
             rows, columns = 16 * shape[-3], 16 * shape[-2]
             sizes["trellis"] += end - begin
             sizes["trellis_weights"] += rows * columns
-            sizes["largest"] = max(sizes["largest"], rows * min(columns, SLICE))
+            if rows * columns > sizes["largest_in"] * sizes["largest_out"]:
+                sizes["largest_in"], sizes["largest_out"] = rows, columns
 
 
 def survey(directory: Path, *, full: bool = False) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def survey(directory: Path, *, full: bool = False) -> dict[str, Any]:
     Returns `{"files": {name: {"size", "digest"}}, "problems": [sentence], "trellis_tensors": n, "trellis_bytes": n,
     "sizes": {...}, "config": config.json}`.
     """
-    sizes = dict.fromkeys(("cut", "whole", "trellis", "trellis_weights", "largest"), 0)
+    sizes = dict.fromkeys(("cut", "whole", "trellis", "trellis_weights", "largest_in", "largest_out"), 0)
     files: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     shards: dict[str, set[str]] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl3kit import geometry
-from exl3kit.admission import SLICE, Sizes, layer_kinds, number, shape_of
+from exl3kit.admission import Sizes, layer_kinds, number, shape_of
 
 if TYPE_CHECKING:
     from exl3kit.recipe import Recipe
@@ -90,12 +90,15 @@ class Published:
         """The same sums as a survey of the headers gives."""
         packed = [one for one in self.matrices if one.bits != PLAIN]
         cut = [one for one in self.matrices if one.cut]
+        widths = [(padded(one.inputs), padded(one.outputs)) for one in packed]
+        largest = max(widths, key=lambda one: one[0] * one[1], default=(0, 0))
         return Sizes(
             cut=sum(one.stored for one in cut),
             whole=sum(one.stored for one in self.matrices if not one.cut),
             trellis=sum(one.trellis for one in packed),
             trellis_weights=sum(one.weights for one in packed),
-            largest=max((padded(one.inputs) * min(padded(one.outputs), SLICE) for one in packed), default=0),
+            largest_in=largest[0],
+            largest_out=largest[1],
         )
 
     def parts(self, tensor: int, *, expert: bool = False) -> dict[str, int]:

@@ -22,7 +22,9 @@ parallel: {nodes: 2, tensor: 2}
 fabric: {require: rdma}
 serve: {max_model_len: 131072, max_num_batched_tokens: 2048, max_num_seqs: 4, gpu_memory_utilization: 0.85}
 """
-SIZES = Sizes(cut=160 * GIB, whole=2 * GIB, trellis=150 * GIB, trellis_weights=300 << 30, largest=4096 * 32768)
+SIZES = Sizes(
+    cut=160 * GIB, whole=2 * GIB, trellis=150 * GIB, trellis_weights=300 << 30, largest_in=4096, largest_out=65536
+)
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 150_000,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -75,8 +77,9 @@ def test_kv_cache_of_each_kind_of_layer(
 
 def test_case_22_scratch_and_activation_grow_with_mnbt_and_are_part_of_the_plan(tmp_path: Path) -> None:
     """Given four times the MNBT, then the experts' scratch and the activation are four times as large, and shown."""
-    small = admission.rank_plan(recipe(tmp_path), SIZES, EXPERTS)
-    large = admission.rank_plan(recipe(tmp_path, "serve.max_num_batched_tokens=8192"), SIZES, EXPERTS)
+    sizes = replace(SIZES, largest_out=2048)
+    small = admission.rank_plan(recipe(tmp_path), sizes, EXPERTS)
+    large = admission.rank_plan(recipe(tmp_path, "serve.max_num_batched_tokens=8192"), sizes, EXPERTS)
     assert large.scratch == 4 * small.scratch > 4 * 2048 * 8 * 4096
     assert large.activation > 3.9 * small.activation
     assert large.fixed - small.fixed == large.scratch - small.scratch + large.activation - small.activation
@@ -84,7 +87,9 @@ def test_case_22_scratch_and_activation_grow_with_mnbt_and_are_part_of_the_plan(
 
 
 def test_a_dense_model_keeps_room_for_its_largest_decoded_matrix(tmp_path: Path) -> None:
-    assert admission.rank_plan(recipe(tmp_path), SIZES, DENSE).scratch == 4096 * 32768
+    """Given 65,536 outputs on two ranks, then each has room for 32,768 of them, and for 1,024 rows and their sums."""
+    weight, rows, sums = 2 * 4096 * 32768, 1024 * (2 * 4096 + 4), 4 * 1024 * 32768
+    assert admission.rank_plan(recipe(tmp_path), SIZES, DENSE).scratch == weight + rows + sums
     never = recipe(tmp_path, "exl3.prefill_reconstruct_m=0")
     assert admission.rank_plan(never, SIZES, DENSE).scratch == 0
 
