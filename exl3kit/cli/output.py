@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from exl3kit.timings import Run
 
 READER_LEFT = 141  # what a shell shows of a program that SIGPIPE ended, as `cat` in `cat FILE | head -1`
+LEAST_COLUMN = 24  # columns in which words still make lines
 
 _refused = False  # whether an error was told in this run
 
@@ -98,6 +99,24 @@ def console(*, as_json: bool = False) -> Console:
             raise  # called while handling it; rich's own would end the process here
 
     return Plain(stderr=as_json, highlight=False, soft_wrap=True)
+
+
+def hung(line: str, hang: int) -> str:
+    """The line as it is for a pipe; for a terminal that is too narrow in several, the later ones indented by `hang`.
+
+    Where that leaves too little, what stands behind `hang` begins a line of its own.
+    """
+    import shutil
+    import textwrap
+
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or len(line) <= width:
+        return line
+    head = ""
+    if width - hang < LEAST_COLUMN and line[hang - 1 : hang] == " ":
+        head, line = f"{line[:hang].rstrip()}\n".lstrip("\n"), f"    {line[hang:]}"
+    indent = " " * (hang if width - hang >= LEAST_COLUMN else 4)
+    return head + textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def progress(run: Run | None = None, *, as_json: bool = False) -> Progress:

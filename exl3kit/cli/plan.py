@@ -72,21 +72,27 @@ def show(made: Plan) -> None:
     rows = planning.table(made)
     width = max(len(what) for what, _, _ in rows)
     parallel = made.recipe.parallel
-    print(f"{made.recipe.name}: {parallel.world} ranks on {parallel.nodes} nodes, bytes per rank\n")
+    tell(f"{made.recipe.name}: {parallel.world} ranks on {parallel.nodes} nodes, bytes per rank")
+    print()
     for what, size, why in rows:
-        print(f"  {what:<{width}}  {size:>10}  {why}".rstrip())
+        tell(f"  {what:<{width}}  {size:>10}  {why}".rstrip(), width + 16)
     print("\nruns")
     for what, why in made.runs:
-        print(f"  {what}: {why}")
+        tell(f"  {what}: {why}")
     print("\nfits" + (" (machines as sold; --nodes asks real ones)" if made.nominal else ""))
     for refusal in made.refusals:
-        print(f"  refused: {refusal}")
+        tell(f"  refused: {refusal}")
     for one in made.verdicts:
         fix = f"; next: {one.fix}" if one.fix and not one.fits else ""
-        print(f"  {'yes' if one.fits else 'no '}  {one.node}: {one.says}{fix}")
-    print("\nnetwork of the ranks" + ("" if made.networks else ": from each node's facts at every start"))
+        tell(f"  {'yes' if one.fits else 'no '}  {one.node}: {one.says}{fix}", 7)
+    print()
+    tell("network of the ranks" + ("" if made.networks else ": from each node's facts at every start"))
     for rank, env in made.networks.items():
-        print(f"  {rank}: {json.dumps(dict(env), sort_keys=True)}")
+        tell(f"  {rank}: {json.dumps(dict(env), sort_keys=True)}")
     print("\ncommands")
     for command in made.commands:
         print(f"  {command}")
+
+
+def tell(line: str, hang: int = 4) -> None:
+    print(output.hung(line, hang))

@@ -27,8 +27,8 @@ def list_recipes(as_json: args.JsonOption = False) -> None:
     console = output.console()
     width = max((len(verdict.name) for verdict in verdicts), default=0)
     for verdict in verdicts:
-        console.print(f"{verdict.name:<{width}}  {verdict.purpose}", markup=False)
-        console.print(f"{'':<{width}}  {verdict.hardware}", style="dim", markup=False)
+        console.print(output.hung(f"{verdict.name:<{width}}  {verdict.purpose}", width + 2), markup=False)
+        console.print(output.hung(f"{'':<{width}}  {verdict.hardware}", width + 2), style="dim", markup=False)
 
 
 @app.command(cls=teaching.Lookup)

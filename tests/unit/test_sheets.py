@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from exl3kit.cli import output
 from exl3kit.cli.sheets import Sheet
 
 ROWS = (
@@ -46,3 +47,22 @@ def test_a_pipe_gets_one_line_for_each_row() -> None:
     assert len(lines) == 1 + len(ROWS)
     for line, row in zip(lines[1:], ROWS, strict=True):
         assert all(cell in line for cell in row)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "  weights  79.7 GiB  published shape of a model"),
+        (45, "  weights  79.7 GiB  published shape of a\n                     model"),
+        (30, "  weights  79.7 GiB\n    published shape of a model"),
+    ],
+)
+def test_a_line_that_is_too_long_hangs_below_its_last_column(
+    width: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    line = "  weights  79.7 GiB  published shape of a model"
+    monkeypatch.setattr(output.sys.stdout, "isatty", lambda: True)
+    assert output.hung(line, 21) == shown
+    monkeypatch.setattr(output.sys.stdout, "isatty", lambda: False)
+    assert output.hung(line, 21) == line, "a pipe gets one line"
