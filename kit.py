@@ -338,16 +338,23 @@ def say(text: str, passing: bool = False) -> None:
     if text == _said[0]:
         return
     previous, _said[0] = _said[0], text
-    if not sys.stderr.isatty():
+    shown = text if text.startswith(" ") or not text else "kit: " + text
+    if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         if text:
-            sys.stderr.write(text if text.startswith(" ") else "kit: " + text)
-            sys.stderr.write("\n")
+            sys.stderr.write(shown + "\n")
     else:
         if previous:
             sys.stderr.write("\r\x1b[K" if passing or previous.startswith(" ") else "\n")
-        if text:
-            sys.stderr.write(text if text.startswith(" ") else "kit: " + text)
+        sys.stderr.write(shown[: columns() - 1] if passing else shown)
     sys.stderr.flush()
+
+
+def columns() -> int:
+    """Columns of the terminal: a passing line that is wrapped could not be taken back."""
+    try:
+        return os.get_terminal_size(2).columns or 80
+    except OSError:
+        return 80
 
 
 if __name__ == "__main__":

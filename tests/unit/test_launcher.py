@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pty
 import resource
 import shutil
 import signal
@@ -151,6 +152,20 @@ def test_later_starts_are_fast(home: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 0.3, seconds
+
+
+@pytest.mark.parametrize(("terminal", "renewed"), [("dumb", False), ("xterm", True)])
+def test_passing_lines_are_renewed_in_place_only_where_a_terminal_can(terminal: str, renewed: bool) -> None:
+    """Given a terminal of 30 columns, then a passing line fits it, and one without a cursor gets plain lines."""
+    program = "import kit; kit.say('first'); kit.say('  1/3 ' + 'x' * 60, passing=True); kit.say('  2/3', passing=True)"
+    line = f"stty cols 30; TERM={terminal} '{sys.executable}' -c \"{program}\""
+    ours, theirs = pty.openpty()
+    subprocess.run(["sh", "-c", line], cwd=REPOSITORY, stdin=theirs, stderr=theirs, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert ("\x1b" in shown) == renewed and shown.startswith("kit: first")
+    assert ("x" * 60 in shown) != renewed
 
 
 def test_an_environment_without_its_marker_is_made_again(home: Path) -> None:
