@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from exl3kit.progress import Progress, Stage
+
+log = logging.getLogger(__name__)
 
 RELEASES = ("bookworm", "trixie")
 # Debian 13 split the client and BuildKit's plugin off; Debian 12 has both builders' client in docker.io and no buildx.
@@ -122,6 +125,7 @@ def _install(packages: Sequence[str], stage: Stage) -> None:
             )
         except subprocess.TimeoutExpired as error:
             raise _not_installed(packages, f"apt-get {argv[0]} has not ended after {INSTALL_SECONDS:.0f} s") from error
+        log.debug("apt-get %s: exit code %d\n%s%s", argv[0], done.returncode, done.stdout, done.stderr)
         if done.returncode:
             own_words = [line for line in done.stderr.splitlines() if line.startswith("E: ")]
             raise _not_installed(packages, (own_words or ["it said nothing"])[0])
@@ -177,9 +181,9 @@ def _start_daemon() -> tuple[Callable[[], None], str]:
 
     Containers of one bridge then still reach each other, and published ports go through docker's own proxy.
     """
-    log = paths.cache_dir("logs") / "dockerd.log"
+    file = paths.cache_dir("logs") / "dockerd.log"
     for options in ([], ["--iptables=false", "--ip6tables=false"]):
-        with log.open("wb") as out:
+        with file.open("wb") as out:
             daemon = subprocess.Popen(
                 ["dockerd", *options],
                 stdin=subprocess.DEVNULL,
@@ -194,10 +198,11 @@ def _start_daemon() -> tuple[Callable[[], None], str]:
             ssh.stop(daemon, STOP_SECONDS)
             raise
         ssh.stop(daemon, STOP_SECONDS)
-        said = log.read_text(errors="replace").strip().splitlines()
+        said = file.read_text(errors="replace").strip().splitlines()
+        log.debug("dockerd %s did not start:\n%s", " ".join(options), "\n".join(said))
         if not any("iptables" in line for line in said):
             break
-    raise _not_started(said[-1] if said else "it said nothing", f"read {log}")
+    raise _not_started(said[-1] if said else "it said nothing", f"read {file}")
 
 
 def _not_started(why: str, next_step: str) -> KitError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
     from exl3kit.nodes import Node
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def run(
             code = _wait(node, container, tell, seconds)
             stdout = container.logs(stdout=True, stderr=False).decode(errors="replace")
             stderr = container.logs(stdout=False, stderr=True).decode(errors="replace")
+            log.debug("%s in a container on %s: exit code %s\n%s%s", image, node.name, code, stdout, stderr)
             return Ended(code, stdout, stderr, _files(container, collect) if collect else {})
         finally:
             with suppress(DockerException):  # an engine that was lost is told elsewhere

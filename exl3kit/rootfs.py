@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
     from exl3kit.progress import Stage
+
+log = logging.getLogger(__name__)
 
 MIRROR_VARIABLE = "EXL3KIT_DEBIAN_MIRROR"
 SOURCE_DATE = 1_700_000_000  # seconds since 1970: no file of the root file system is younger
@@ -145,16 +148,17 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
     out.parent.chmod(0o755)  # apt drops its privileges and must still read the preferences
     argv = mmdebstrap_argv(base, platform, out, preferences, apt_sources(base), apt_settings())
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(SOURCE_DATE), "LC_ALL": "C"}
-    log: list[str] = []
+    said: list[str] = []
     with side_by_side.program(argv, env=environment) as process:  # it unmounts and removes its folder when stopped
         assert process.stdout is not None
         for line in process.stdout:
-            log.append(line.rstrip())
+            said.append(line.rstrip())
+            log.debug("mmdebstrap: %s", said[-1])
             if stage is not None and line.startswith("I: "):
                 stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
         offered = resolve(base, platform)
-        raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(log)
+        raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(said)
 
 
 def _need_mmdebstrap() -> None:
@@ -180,12 +184,12 @@ def _differs(pinned: Mapping[str, str], offered: Mapping[str, str]) -> KitError:
     )
 
 
-def _failed(log: Sequence[str]) -> KitError:
-    own_words = [line for line in log if line.startswith("E: ")]
+def _failed(said: Sequence[str]) -> KitError:
+    own_words = [line for line in said if line.startswith("E: ")]
     return KitError(
         "mmdebstrap could not make the root file system",
         where="image.base",
-        why=(own_words or list(log) or ["it said nothing"])[0],
+        why=(own_words or list(said) or ["it said nothing"])[0],
         next_step="check that `apt-get update` works here",
         code=ExitCode.BUILD,
     )
