@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
     monkeypatch.setattr(engine, "DEFAULT_SOCKET", tmp_path / "docker.sock")
+    monkeypatch.setattr(engine, "shutil", SimpleNamespace(which=lambda program: None))
 
 
 def enter(tmp_path: Path, *, install: bool, os_release: str = DEBIAN) -> KitError:
