@@ -28,6 +28,8 @@ BLOCK = 128
 # Of the overlay's path through cuBLAS: columns of a matrix that is kept whole, most pieces of a wider one, and rows and
 # bytes of fp32 sums of one product.
 WIDEST, PIECES, CHUNK_ROWS, CHUNK_BYTES = 32768, 4, 2048, 128 << 20
+APART_TOKENS = 1024  # of a step of experts that do not share their input scales
+ROW_INDEX = 20  # bytes that sort a routed row: its token, its expert, its place, and two scales
 GRAPHS = 1 * GIB  # captured graphs and their pool: 0.5 to 1 GiB for up to 512 rows
 CONTEXT_GPU = 1 * GIB + 512 * MIB  # CUDA context, NCCL buffers, cuBLAS workspaces
 PROCESS = 1280 * MIB  # host side of a rank: 1.2 GB resident for vLLM's processes of one CPU rank
@@ -89,12 +91,13 @@ def rank_plan(recipe: Recipe, sizes: Sizes, config: Mapping[str, Any]) -> RankPl
     length = serve.max_model_len or number(shape, "max_position_embeddings") or 2048
     per_token, fixed = kv_bytes(recipe, config)
     on_cpu = recipe.image.on_cpu
+    decoded = on_cpu or recipe.exl3.tier == "none"
     return RankPlan(
-        weights=weight_bytes(sizes, parallel.tensor, parallel.pipeline, decoded=on_cpu or recipe.exl3.tier == "none"),
+        weights=weight_bytes(sizes, parallel.tensor, parallel.pipeline, decoded=decoded),
         kv=length * per_token + fixed,
         kv_token=per_token,
         activation=activation_bytes(shape, rows, sequences, parallel.tensor),
-        scratch=0 if on_cpu else scratch_bytes(recipe, sizes, shape, rows),
+        scratch=0 if decoded else scratch_bytes(recipe, sizes, shape, rows),
         graphs=0 if on_cpu or serve.enforce_eager else GRAPHS,
         context=PROCESS if on_cpu else CONTEXT_GPU,
         max_model_len=length,
@@ -171,16 +174,27 @@ def activation_bytes(shape: Mapping[str, Any], rows: int, sequences: int, tensor
 def scratch_bytes(recipe: Recipe, sizes: Sizes, shape: Mapping[str, Any], rows: int) -> int:
     """The arena of the EXL3 kernels: a matrix that is decoded for cuBLAS, or a step's rows sorted by expert.
 
-    The first is what the kernels ask for, to the byte, where ranks share the outputs; the second is an estimate.
+    The first is what the kernels ask for, to the byte, where ranks share the outputs.
     """
-    tensor = recipe.parallel.tensor
+    parallel = recipe.parallel
     never = recipe.exl3.prefill_reconstruct_m == 0
-    dense = 0 if never else written_out(sizes.largest_in, math.ceil(sizes.largest_out / tensor), rows)
+    dense = 0 if never else written_out(sizes.largest_in, math.ceil(sizes.largest_out / parallel.tensor), rows)
     chosen = number(shape, "num_experts_per_tok", "moe_top_k") or 0
-    hidden = number(shape, "hidden_size") or 0
-    inner = math.ceil((number(shape, "moe_intermediate_size", "intermediate_size") or 0) / tensor)
-    moe = rows * chosen * (hidden + 3 * inner) * 2 + rows * hidden * 4 if chosen else 0
-    return max(dense, moe)
+    inner = number(shape, "moe_intermediate_size", "intermediate_size") or 0
+    if not parallel.expert:
+        inner = math.ceil(inner / BLOCK / parallel.tensor) * BLOCK
+    return max(dense, sorted_rows(rows, chosen, number(shape, "hidden_size") or 0, inner) if chosen else 0)
+
+
+def sorted_rows(tokens: int, chosen: int, hidden: int, inner: int) -> int:
+    """Bytes for a step of a layer of experts, whichever way of it takes more.
+
+    Where all experts of a layer share their input scales, each token is rotated once; elsewhere each routed row is,
+    for gate and for up, with fp32 sums, and at most 1,024 tokens are taken at a time. The first tensors say which.
+    """
+    once = 2 * tokens * hidden + 2 * tokens * chosen * (inner + hidden)
+    each = min(tokens, APART_TOKENS) * chosen * (6 * hidden + 10 * inner)
+    return max(once, each) + ROW_INDEX * tokens * chosen
 
 
 def written_out(inputs: int, outputs: int, rows: int) -> int:

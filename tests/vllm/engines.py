@@ -39,3 +39,19 @@ def open_engine(model: Path, dtype: str = "bfloat16", **options: Any) -> Iterato
             # Now, and not when the engine is collected: by then the next one may be up, and lose its process groups.
             llm.llm_engine.engine_core._finalizer()
         cleanup_dist_env_and_memory()
+
+
+def held_bytes(llm: Any) -> int:
+    """Bytes of the parameters of a model, each piece of memory once; not of tables that vLLM computes (rotary)."""
+    return sum(llm.apply_model(_parameter_bytes))
+
+
+def _parameter_bytes(model: Any) -> int:
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def kv_tokens(llm: Any) -> int:
+    """Tokens that the KV cache holds, as vLLM's log tells them at the start."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)

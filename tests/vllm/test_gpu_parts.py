@@ -25,6 +25,7 @@ sys.path.append(str(REPO / "scripts" / "gpu_host"))
 
 import accuracy
 import arms
+import geometries
 
 import models as gpu_models
 
@@ -204,8 +205,8 @@ def test_checkpoints_of_a_gpu_host_are_read_by_the_plugin(
     for name in ("empty", "rand", "randn", "randint", "ones"):
         made = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, _made=made, **k: _made(*a, **{**k, "device": "cpu"}))
-    small = {**gpu_models.MODELS["tiny-moe"].config, "num_hidden_layers": 1, "num_experts": 3}
-    monkeypatch.setitem(gpu_models.MODELS, "small", gpu_models.Model(small, (8,), "mcg", suh))
+    small = {**geometries.MODELS["tiny-moe"].config, "num_hidden_layers": 1, "num_experts": 3}
+    monkeypatch.setitem(geometries.MODELS, "small", geometries.Model(small, (8,), "mcg", suh))
     gpu_models.make("small", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     assert len(checkpoint.matrices) == 4 + 3 * 3 + 1
