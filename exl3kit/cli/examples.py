@@ -178,7 +178,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         (f"report demo-tp2 {TWO}", "one archive: doctor, status, receipts, logs, locks; look into it, then send it"),
         ("report --hide-home", "of this machine alone, without your name"),
     ),
-    "completion": (("completion bash", "the script; `kit completion --help` says where it goes"),),
+    "completion": (("completion bash", "the script; `kit completion bash --help` says where it goes"),),
     "completion bash": (("completion bash", "try it at once: source <(kit completion bash)"),),
     "completion zsh": (("completion zsh", "try it at once: source <(kit completion zsh)"),),
     "completion fish": (("completion fish", "try it at once: kit completion fish | source"),),

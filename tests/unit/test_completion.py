@@ -124,16 +124,18 @@ PRESSES = {
     "kit up demo --nodes spark2,works": "kit up demo --nodes spark2,workstation ",
     "kit up demo --nodes=works": "kit up demo --nodes=workstation ",
     "kit up fol": "kit up folder/",
+    "./kit.py recipe show demo-t": "./kit.py recipe show demo-tp2 ",
 }
 
 
 @pytest.fixture
 def program(home: Path) -> dict[str, str]:
-    """The environment of a user who has `kit` on PATH."""
+    """The environment of a user who has `kit` on PATH, and kit.py in the current folder."""
     script = home / "bin" / "kit"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nPYTHONPATH="{paths.REPO}" exec "{sys.executable}" -m exl3kit.cli "$@"\n')
     script.chmod(0o755)
+    (home / "kit.py").symlink_to(script)
     path = f"{script.parent}:{os.environ['PATH']}"
     return {"PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home), "TERM": "dumb", "PS1": "$ "}
 
