@@ -114,6 +114,7 @@ def load(server: Server, target: Node, built: BuiltImage, known: int, stage: Sta
         ):
             for verdict in lines:
                 if "done" in verdict:
+                    stage.total = verdict["of_all"]
                     stage.advance(verdict["done"] - stage.done)
                     kept = verdict["done"] - verdict["fetched"]
                 if verdict.get("done") == verdict.get("of_all"):

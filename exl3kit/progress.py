@@ -56,6 +56,11 @@ class Stage:
             while now - self._points[0][0] > WINDOW and len(self._points) > 2:
                 self._points.popleft()
 
+    def restart(self, total: int) -> None:
+        """Count from nothing again: what was moved has to be moved once more."""
+        self.total, self.done = total, 0
+        self._points.clear()
+
     def say(self, note: str) -> None:
         """What the stage does just now: shown beside it, and kept in the run's log alone."""
         if note != self.note:

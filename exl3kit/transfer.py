@@ -89,7 +89,7 @@ def copy(
             if not known or error.code == ExitCode.UNREACHABLE:
                 raise
             stage.say("once more, with every layer")
-            stage.total, stage.done = built.size, 0
+            stage.restart(built.size)
             _bring(source, target, built, 0, stage, stopped)
         _verify(target, built)
 

@@ -101,6 +101,19 @@ def test_a_stall_lowers_the_rate_instead_of_freezing_it(now: SimpleNamespace) ->
     assert before is not None and stage.seconds_left is not None and stage.seconds_left > 3 * before
 
 
+def test_a_copy_that_begins_anew_has_no_rate_of_before(now: SimpleNamespace) -> None:
+    stage = Stage("copy", total=90_000_000, started=0.0)
+    for second in range(1, 9):
+        now.at = float(second)
+        stage.advance(10_000_000)
+    stage.restart(200_000_000)
+    assert stage.rate is None and stage.seconds_left is None
+    stage.advance(5_000_000)
+    now.at = 18.0
+    stage.advance(5_000_000)
+    assert stage.standing() == "10 MB of 200 MB, 500 kB/s, ETA 6:20"
+
+
 def test_without_bytes_the_last_time_is_the_outlook() -> None:
     stage = Stage("load", last=83.0)
     stage.say("rank 0 loading")
