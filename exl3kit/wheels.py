@@ -70,9 +70,11 @@ def _download(pins: Pins, missing: Sequence[Wheel], house: Path, stage: Stage | 
         wanted.write_text("".join(f"{w.requirement} --hash=sha256:{w.sha256}\n" for w in missing), encoding="utf-8")
         command = ["download", "--no-deps", "--require-hashes", "--dest", folder, *target(pins), "-r", str(wanted)]
         lines: list[str] = []
+        taken = 0
         for line in run_pip(command, lines):
             if stage is not None and line.startswith(("Collecting ", "Processing ")):
-                stage.say(Path(line.split()[1]).name)
+                taken += 1
+                stage.say(f"{taken} of {len(missing)}: {Path(line.split()[1]).name}")
         for wheel in missing:
             name = wheel.filename or ""
             if not intact(Path(folder), wheel):
