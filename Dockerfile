@@ -91,8 +91,8 @@ RUN cp -r /opt/exl3/overlay /tmp/overlay && cd /tmp/overlay \
  && python -m compileall -q --invalidation-mode unchecked-hash exl3_vllm && rm -rf /tmp/overlay /tmp/wheel /tmp/build.log
 # What a plugin cannot do; refuses a vLLM that is not as the overlay was tested with.
 RUN cd /opt/exl3/overlay && python -m patches apply "$(echo /opt/venv/lib/python3*/site-packages)"
-# A new volume takes the owner of what it is mounted on.
-RUN mkdir /var/lib/exl3 && chown 10001:10001 /var/lib/exl3
+# A new volume takes the owner of what it is mounted on, and with engine 20.10 a restarted container's tmpfs the mode.
+RUN mkdir /var/lib/exl3 && chown 10001:10001 /var/lib/exl3 && mkdir -m 1777 /run/exl3
 # What vLLM would ask the demo's models at every start.
 RUN VLLM_CACHE_ROOT=/opt/exl3/vllm-cache python -m exl3_vllm.modelinfo LlamaForCausalLM Qwen3MoeForCausalLM
 USER 10001:10001

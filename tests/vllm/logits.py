@@ -213,7 +213,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """What vLLM is started with for the family `name`; a suffix (`-ep`, `-pp`) asks for a kind of parallelism."""
+    """What vLLM is started with for the family `name`; the suffix `-ep` asks for expert parallelism."""
     family, _, kind = name.partition("-")
     if family == "gdn":
         import no_vision

@@ -40,8 +40,7 @@ def main() -> None:
 
 
 def serve(model: Path, folder: Path) -> list[tuple[str, str]]:
-    kind = "pipeline" if model.name.endswith("-pp") else "tensor"
-    options = {f"{kind}_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
     if (model / "questions.json").exists():
         with open_engine(model, **options) as llm:
             return wrong_answers(llm, model)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from exl3_vllm.format import Checkpoint
 from logits import make_synthetic, options_of, relative_error, vllm_logits
 
@@ -36,13 +35,13 @@ def test_logits_equal_transformers(name: str, engine: Engine, tmp_path: Path) ->
 
 @pytest.mark.full
 def test_a_matrix_for_several_sections_gives_what_the_dequantised_model_gives(engine: Engine, tmp_path: Path) -> None:
-    # given gated delta nets, whose q, k and v are one matrix that vLLM loads under a span of shard ids; transformers is
-    # no judge of bf16, so the judge is vLLM itself on dequantised weights
+    # given gated delta nets, whose q, k and v are one matrix that vLLM loads under a span of shard ids. vLLM computes
+    # them in bf16 only, so the measure is how far vLLM itself is off on dequantised weights (0.0102 here)
     synthetic = make_synthetic("gdn", tmp_path)
     options = options_of("gdn")
     with engine(tmp_path / "gdn-dense", **options) as llm:
-        wanted = vllm_logits(llm)
+        dense = relative_error(vllm_logits(llm), synthetic.reference)
     # when / then
     with engine(synthetic.model, **options) as llm:
-        assert torch.equal(vllm_logits(llm), wanted)
-    assert relative_error(wanted, synthetic.reference) < 0.05
+        assert relative_error(vllm_logits(llm), synthetic.reference) < 1.1 * dense
+    assert dense < 0.05
