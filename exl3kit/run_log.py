@@ -40,6 +40,7 @@ class _Run:
         self.path: Path | None = None
         self.refusal = ""
         self.handler: logging.Handler | None = None
+        self.level_before = 0
         self.started = time.monotonic()
 
 
@@ -68,7 +69,7 @@ def begin(verb: str) -> None:
         name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{verb.replace(' ', '-')}-{os.getpid()}.log"
         path = folder / name
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        _open.handler = _attach(path)
+        _attach(path, _open)
     except (OSError, KitError) as error:
         _open.refusal = error.why or error.what if isinstance(error, KitError) else error.strerror or str(error)
         return
@@ -95,7 +96,10 @@ def end(status: int) -> None:
         import logging
 
         logging.getLogger("exl3kit").info(f"exit code {status} after {time.monotonic() - _open.started:.1f} s")
-        logging.getLogger().removeHandler(_open.handler)
+        root = logging.getLogger()
+        root.removeHandler(_open.handler)
+        root.setLevel(_open.level_before)
+        logging.captureWarnings(False)
         with suppress(OSError):  # no room for the last line
             _open.handler.close()
     _open = None
@@ -119,8 +123,8 @@ def _folder() -> Path:
     return paths.state_dir("runs")
 
 
-def _attach(path: Path) -> logging.Handler:
-    """Let everything that modules log go into the file; gives what does it."""
+def _attach(path: Path, run: _Run) -> None:
+    """Let everything that modules log go into the file."""
     import logging
 
     class Plain(logging.Formatter):
@@ -144,10 +148,10 @@ def _attach(path: Path) -> logging.Handler:
     handler.setFormatter(Plain("%(asctime)s %(name)s: %(message)s"))
     handler.addFilter(_tells_something)
     root = logging.getLogger()
+    run.handler, run.level_before = handler, root.level
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     logging.captureWarnings(True)
-    return handler
 
 
 def _tells_something(record: logging.LogRecord) -> bool:
