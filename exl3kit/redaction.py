@@ -15,18 +15,20 @@ from urllib.parse import quote
 MASK = "********"
 LEAST = 6  # characters of a known value: a shorter one would turn up in innocent words
 
-_SECRET_NAME = (
-    r"[\w.-]*(?:(?-i:(?<![a-z])token|Token|(?<![A-Z])TOKEN)|(?:access|auth|refresh|session|id)token|secret|passw(?:or)?d|passphrase|credentials?|authorization|cookie"
+_ENDING = (  # of a name that is a secret's; tiktoken is none
+    r"(?:(?-i:(?<![a-z])token|Token|(?<![A-Z])TOKEN)|(?:access|auth|refresh|session|id)token"
+    r"|secret|passw(?:or)?d|passphrase|credentials?|authorization|cookie"
     r"|(?:api|access|private|secret|signing|encryption|account|auth)[_-]?key(?:[_-]?id)?)"
 )
-_NAME = re.compile(_SECRET_NAME, re.IGNORECASE)
+_NAME = re.compile(rf"[\w.-]*{_ENDING}", re.IGNORECASE)
 _ASSIGNED = re.compile(  # NAME=value, NAME: "value", "name": 'value', also with quotes escaped inside a JSON string
-    rf"(?P<head>\b{_SECRET_NAME}(?:\\?[\"'])?\s*(?:=|:(?!//))\s*)"
+    rf"(?P<head>{_ENDING}(?:\\?[\"'])?\s*(?:=|:(?!//))\s*)"
     r"(?:(?P<quote>\\?[\"'])(?P<quoted>.*?)(?P=quote)|(?P<bare>(?:basic\s+|bearer\s+)?[^\s\"'\\,;})\]]+))",
     re.IGNORECASE,
 )
 _OPTION = re.compile(  # --api-key value, --hf-token=value, "--api-key", "value"
-    rf"(?P<head>--{_SECRET_NAME}(?:\\?[\"']\s*,?\s*\\?[\"']|[ =]+\\?[\"']?))(?P<value>[^\s\"'\\,]+)", re.IGNORECASE
+    rf"(?P<head>(?<!-)--(?!-)[\w.-]{{0,60}}{_ENDING}(?:\\?[\"']\s*,?\s*\\?[\"']|[ =]+\\?[\"']?))(?P<value>[^\s\"'\\,]+)",
+    re.IGNORECASE,
 )
 _SHAPES = tuple(
     re.compile(pattern if pattern.startswith("-----") else r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))" + pattern)
@@ -42,7 +44,7 @@ _SHAPES = tuple(
     )
 )
 _BEARER = re.compile(r"(?P<head>\b(?:bearer|basic)\s+)(?P<value>[A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
-_IN_URL = re.compile(r"(?P<head>\b[a-z][a-z0-9+.-]*://)(?P<value>[^\s/@\"']+)(?=@)", re.IGNORECASE)
+_IN_URL = re.compile(r"(?P<head>://)(?P<value>[^\s/@\"']+)(?=@)")
 _HOME = re.compile(r"(?P<head>/(?:home|Users)/)(?P<value>[^/\s\"':,;]+)")
 
 

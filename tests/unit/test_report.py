@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,14 @@ def test_data_is_masked_by_key_by_name_beside_it_and_behind_an_option() -> None:
         "HF_TOKEN": MASK, "max_tokens": 8, "settings": [{"name": "NCCL_SECRET", "value": MASK}],
         "argv": ["--api-key", MASK, "--port", "8000"], "env": [f"OPENAI_API_KEY={MASK}"],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["a.b-" * 50_000, "-" * 100_000, "token=" * 20_000, "x" * 200_000, "a://" * 50_000])
+def test_long_lines_take_no_long_time(text: str) -> None:
+    """Given lines that a careless pattern would look at once for each of their letters, then seconds do, not minutes."""
+    begun = time.monotonic()
+    Redactor(["something"], ("/home/ada", "ada")).text(text)
+    assert time.monotonic() - begun < 10  # 0.1 s when nothing else runs
 
 
 def test_home_and_user_go_when_asked() -> None:
