@@ -27,7 +27,8 @@ _ASSIGNED = re.compile(  # NAME=value, NAME: "value", "name": 'value', also with
     re.IGNORECASE,
 )
 _OPTION = re.compile(  # --api-key value, --hf-token=value, "--api-key", "value"
-    rf"(?P<head>(?<!-)--(?!-)[\w.-]{{0,60}}{_ENDING}(?:\\?[\"']\s*,?\s*\\?[\"']|[ =]+\\?[\"']?))(?P<value>[^\s\"'\\,]+)",
+    rf"(?P<head>(?<!-)--(?!-)[\w.-]{{0,60}}{_ENDING}(?:\\?[\"']\s*,?\s*\\?[\"']|[ =]+\\?[\"']?))"
+    r"(?P<value>[^\s\"'\\,]+)",
     re.IGNORECASE,
 )
 _SHAPES = tuple(
