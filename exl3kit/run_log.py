@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 KEPT = 50
 KEPT_OF_A_VERB = 10  # so that a `status` every minute leaves the log of the `up` before it alone
 LONGEST_LINE = 4000
+LONGEST_LOG = 10_000_000  # characters, after which details are left out: a page that is watched for days asks on and on
 
 # Files of the frames between `main` and a verb.
 _ABOVE_VERBS = ("cli/__init__.py", "cli/teaching.py", "cli/args.py", "typer/main.py", "typer/core.py", "_click/core.py")
@@ -138,15 +139,24 @@ def _attach(path: Path, run: _Run) -> None:
             shown = ("".join(c if c.isprintable() or c == "\t" else "?" for c in line) for line in lines)
             return "\n    ".join(line[:LONGEST_LINE] for line in shown)
 
-    class Quiet(logging.FileHandler):
-        """A full disk under the log stops no verb."""
+    class Bounded(logging.FileHandler):
+        """A full disk under the log stops no verb, and no verb fills the disk."""
+
+        written = 0
+
+        def filter(self, record: logging.LogRecord) -> bool:
+            return _tells_something(record) and (self.written < LONGEST_LOG or record.levelno >= logging.INFO)
+
+        def format(self, record: logging.LogRecord) -> str:
+            text = super().format(record)
+            self.written += len(text)
+            return text
 
         def handleError(self, record: logging.LogRecord) -> None:
             return
 
-    handler = Quiet(path, encoding="utf-8", errors="backslashreplace")
+    handler = Bounded(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(Plain("%(asctime)s %(name)s: %(message)s"))
-    handler.addFilter(_tells_something)
     root = logging.getLogger()
     run.handler, run.level_before = handler, root.level
     root.addHandler(handler)

@@ -157,6 +157,17 @@ def test_engine_calls_that_only_look_are_left_out_unless_they_fail() -> None:
     assert '"GET /json HTTP/1.1" 404' in text and '"POST /json HTTP/1.1" 201' in text
 
 
+def test_a_run_of_days_writes_no_endless_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "LONGEST_LOG", 20_000)
+    run_log.begin("dash")
+    log = logging.getLogger("exl3kit.test")
+    for _ in range(1000):
+        log.debug("a detail of a look")
+    log.info("what matters")
+    text = run_log.logs()[-1].read_text()
+    assert 100 < text.count("a detail of a look") < 500 and "what matters" in text
+
+
 def test_a_state_directory_that_cannot_be_written_stops_no_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
