@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl3kit import asking, containers, post_mortem, status, transport
-from exl3kit.bench.metrics import TTFT_SUM, Missing, Scrape
+from exl3kit.bench.metrics import GENERATED, TTFT_SUM, Missing, Scrape
 from exl3kit.errors import KitError
 from exl3kit.nodes import open_nodes
 
@@ -19,27 +19,38 @@ if TYPE_CHECKING:
     from exl3kit.containers import Standing
     from exl3kit.nodes import Node
 
-TTFT_COUNT = TTFT_SUM.removesuffix("_sum") + "_count"
+COUNTED = (GENERATED, TTFT_SUM, TTFT_SUM.removesuffix("_sum") + "_count")
 TRANSPORT_SECONDS = 60.0  # a rank's connections are made once, at its start; a look at them costs a program each
 KEPT_SECONDS = 30.0  # between two looks for post-mortems that `kit down` kept
-METRICS_SECONDS = 3.0
+METRICS_SECONDS = 5.0
+
+
+class Counters(NamedTuple):
+    """What a head's vLLM has counted since it began, `at` a time (monotonic seconds).
+
+    `tokens` that were generated; `waited`: seconds until the first token, summed over `requests`.
+    """
+
+    at: float
+    tokens: float
+    waited: float
+    requests: float
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one node told at a time (monotonic seconds).
+    """What one node told, `at` a time (monotonic seconds).
 
-    `standing` and `ranks` (as `status.rank_status` gives them, each with its `transport`) go together; `ttft` has for a
-    deployment the seconds until the first token and the requests, summed since its head began; `kept` are post-mortems
-    of a deployment that was taken down.
+    `standing` and `ranks` (as `status.rank_status` gives them, each with its `transport`) go together; `counters` are
+    those of the deployments whose heads serve here; `kept` are post-mortems of a deployment that was taken down.
     """
 
-    at: float
     address: str | None = None
     standing: tuple[Standing, ...] = ()
     ranks: tuple[dict[str, Any], ...] = ()
-    ttft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    counters: Mapping[str, Counters] = field(default_factory=dict)
     kept: tuple[dict[str, Any], ...] = ()
+    at: float = field(default_factory=time.monotonic)
 
 
 Ask = Callable[[], Told]
@@ -68,14 +79,13 @@ class Asker:
         with ThreadPoolExecutor(max_workers=max(1, 2 * len(standing))) as pool:
             ranks = pool.map(self._rank, standing)
             heads = {one.deployment: one for one in standing if one.rank == 0 and one.state == "running"}
-            ttft = dict(zip(heads, pool.map(first_tokens, heads.values()), strict=True))
+            counted = dict(zip(heads, pool.map(counters, heads.values()), strict=True))
             told = tuple(ranks)
         return Told(
-            at=time.monotonic(),
             address=self._node.address,
             standing=standing,
             ranks=told,
-            ttft={name: sums for name, sums in ttft.items() if sums is not None},
+            counters={name: found for name, found in counted.items() if found is not None},
             kept=() if standing or self._deployment is None else self._post_mortems(self._deployment),
         )
 
@@ -105,23 +115,23 @@ class Asker:
         return self._kept[1]
 
 
-def first_tokens(head: Standing) -> tuple[float, float] | None:
-    """Seconds until the first token, summed over the requests since the head's vLLM began, and how many those were.
+def counters(head: Standing) -> Counters | None:
+    """The counters of a head's vLLM, read from its `/metrics`, which are of this moment.
 
-    None when the API does not answer or has no such counters: a rank that starts has none, and `status` says so.
+    None when it does not answer or has none: a rank that starts has none, and `status` says so.
     """
     try:
         answer = asking.ask(head, "/metrics", None, wait_s=0.0, answer_s=METRICS_SECONDS)
-        return None if answer.status != 200 else of_metrics(str(answer.body))
+        return None if answer.status != 200 else of_metrics(time.monotonic(), str(answer.body))
     except KitError:
         return None
 
 
-def of_metrics(text: str) -> tuple[float, float] | None:
-    """The two counters from a text in Prometheus' format."""
-    wanted = [line for line in text.splitlines() if line.startswith((TTFT_SUM, TTFT_COUNT))]
+def of_metrics(at: float, text: str) -> Counters | None:
+    """The counters in a text in Prometheus' format, each summed over the engines of one API."""
+    lines = [line for line in text.splitlines() if line.startswith(COUNTED)]
     try:
-        scrape = Scrape("".join(f"{line}\n" for line in wanted))
-        return scrape.total(TTFT_SUM), scrape.total(TTFT_COUNT)
+        scrape = Scrape("".join(f"{line}\n" for line in lines))
+        return Counters(at, *(scrape.total(name) for name in COUNTED))
     except Missing:
         return None

@@ -29,8 +29,9 @@ class Facts:
 
     `at`: seconds since 1970. `named`: the text of `--nodes`. `asked`: nodes that have not answered or failed yet; while
     there are some, nothing is said of deployments. `deployments`: as `kit status --json` has them, each with its
-    `speed` (see `Speed`). `unreachable`: errors by node. `death`: the post-mortem that `kit down` kept, when nothing
-    stands. `bench`: the last campaign (see `last_bench`). `fault`: why there is nothing else, when the kit failed.
+    `speed` (see `Speed`). `unreachable`: errors by node; `ages`: seconds since each of the others told what is shown of
+    it. `death`: the post-mortem that `kit down` kept, when nothing stands. `bench`: the last campaign (see
+    `last_bench`). `fault`: why there is nothing else, when the kit failed.
     """
 
     at: float
@@ -38,6 +39,7 @@ class Facts:
     nodes: tuple[str, ...]
     asked: tuple[str, ...] = ()
     addresses: Mapping[str, str | None] = field(default_factory=dict)
+    ages: Mapping[str, float] = field(default_factory=dict)
     deployments: tuple[dict[str, Any], ...] = ()
     unreachable: Mapping[str, KitError] = field(default_factory=dict)
     death: Mapping[str, Any] | None = None
@@ -130,17 +132,19 @@ class Gatherer:
         told = {name: one for name, one in latest.items() if isinstance(one, asker.Told)}
         missing = {name: one for name, one in latest.items() if isinstance(one, KitError)}
         deployments = merged(list(told.values()), missing)
+        counted = {name: found for one in told.values() for name, found in one.counters.items()}
+        self._speeds = {name: self._speeds.get(name) or Speed() for name in counted}  # others have none now
+        for name, found in counted.items():
+            self._speeds[name].add(found)
         for one in deployments:
-            speed = self._speeds.setdefault(one["deployment"], Speed())
-            for looked in told.values():
-                speed.add(one["deployment"], looked)
-            one["speed"] = speed.as_json()
+            one["speed"] = self._speeds.get(one["deployment"], Speed()).as_json()
         kept = [death for one in told.values() for death in one.kept]
         return Facts(
             at=time.time(),
             named=self.named,
             nodes=self.nodes,
             addresses={name: one.address for name, one in told.items()},
+            ages={name: time.monotonic() - one.at for name, one in told.items()},
             deployments=tuple(deployments),
             unreachable=missing,
             death=None if deployments else post_mortem.choose(kept),

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from exl3kit.dash.asker import Told
+    from exl3kit.dash.asker import Counters
 
 SPEED_SECONDS = 10.0
 TTFT_SECONDS = 60.0
@@ -50,27 +50,19 @@ class Speed:
     def __init__(self) -> None:
         self._tokens, self._first = Recent(SPEED_SECONDS), Recent(TTFT_SECONDS)
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)
-        self._since_start: tuple[float, float] | None = None
-        self._last = 0.0
+        self._last: Counters | None = None
 
-    def add(self, deployment: str, told: Told) -> None:
-        """What a node told; one that does not hold the deployment's head changes nothing, and neither does the same."""
-        heads = [
-            rank["progress"]["generation_tokens"]
-            for one, rank in zip(told.standing, told.ranks, strict=True)
-            if one.deployment == deployment and (rank["progress"] or {}).get("generation_tokens") is not None
-        ]
-        if not heads or told.at <= self._last:
+    def add(self, counted: Counters) -> None:
+        """One look; the same look again changes nothing."""
+        if counted == self._last:
             return
-        self._last = told.at
-        self._tokens.add(told.at, heads[0])
-        if self._history and told.at - self._history[-1][0] > SPEED_SECONDS:  # nobody looked meanwhile
+        self._tokens.add(counted.at, counted.tokens)
+        self._first.add(counted.at, counted.waited, counted.requests)
+        if self._history and counted.at - self._history[-1][0] > SPEED_SECONDS:  # nobody looked meanwhile
             self._history.clear()
         if (moved := self._tokens.moved()) is not None:
-            self._history.append((told.at, moved[1] / moved[0]))
-        self._since_start = told.ttft.get(deployment)
-        if self._since_start is not None:
-            self._first.add(told.at, *self._since_start)
+            self._history.append((counted.at, moved[1] / moved[0]))
+        self._last = counted
 
     def as_json(self) -> dict[str, Any]:
         """`tokens_per_s` over the last 10 s; its `history`, which spans `history_s` seconds; `ttft` of the last minute
@@ -84,7 +76,7 @@ class Speed:
             "history": [rate for _, rate in self._history],
             "history_s": self._history[-1][0] - self._history[0][0] if self._history else 0.0,
             "ttft": mean(first[1], first[2]) if first else None,
-            "ttft_since_start": mean(*self._since_start) if self._since_start else None,
+            "ttft_since_start": mean(self._last.waited, self._last.requests) if self._last else None,
         }
 
 

@@ -30,6 +30,7 @@ RECEIPT = (
     "trellis_bytes", "rates", "codebooks", "shared_suh", "moe_layers_loaded", "rows_expected", "rows_handled",
     "fallback_reasons", "arena_bytes", "fingerprint", "stamp", "demo",
 )  # fmt: skip
+OLD = 6.0  # seconds after which the page says how old is what it shows of a node; usual are two
 GRAPH = (300, 40)  # units of its view box
 
 _environment = Environment(
@@ -224,11 +225,14 @@ def node(name: str, facts: Facts) -> dict[str, Any]:
     ranks = [(one, told) for one in facts.deployments for told in one["ranks"] if told["node"] == name]
     memory = next((said for _, told in ranks if (said := status_words.memory(told)) != "-"), "-")
     holds = ", ".join(f"rank {told['rank']} of {one['deployment']}" for one, told in ranks) or "no rank"
+    seconds = facts.ages.get(name, 0.0)
+    old = f"{age(round(seconds))} ago" if seconds >= OLD else "-"
+    figures = [("holds", holds), ("memory", memory), ("address", facts.addresses.get(name) or "-"), ("told", old)]
     return {
         "name": name,
         "state": "unreachable" if error else "answers",
         "tone": BAD if error else GOOD,
-        "figures": [("holds", holds), ("memory", memory), ("address", facts.addresses.get(name) or "-")],
+        "figures": [(what, value) for what, value in figures if value != "-"],
         "why": failure(error) if error else None,
         "next": error.next_step and safe(error.next_step) if error else None,
     }

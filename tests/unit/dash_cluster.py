@@ -50,7 +50,7 @@ METRICS = """# HELP vllm:time_to_first_token_seconds Histogram of time to first 
 vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf",model_name="demo"}} {count}
 vllm:time_to_first_token_seconds_count{{engine="0",model_name="demo"}} {count}
 vllm:time_to_first_token_seconds_sum{{engine="0",model_name="demo"}} {total}
-vllm:generation_tokens_total{{engine="0",model_name="demo"}} 5.0
+vllm:generation_tokens_total{{engine="0",model_name="demo"}} {count}
 """
 
 
@@ -185,7 +185,8 @@ def program(rank: Standing, argv: list[str], *, patience: float) -> dict[str, An
     if "--report" in argv:
         return played.report()
     if "--ask" in argv:
-        return {"status": 200, "seconds": 0.01, "waited": 0.0, "answer": played.metrics()}
+        serves = played.state == "serving"
+        return {"status": 200 if serves else 0, "seconds": 0.01, "waited": 0.0, "answer": played.metrics()}
     there = f"10.77.6.{2 - played.rank}"
     return {"nccl": [], "connections": [["eth0", 40000, there]], "counters": {}, "debug": None}
 
