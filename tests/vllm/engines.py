@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+KV_MEMORY = 64 << 20  # bytes, as in the demo recipes
 REPO = Path(__file__).resolve().parent.parent.parent
 
 # Set before vLLM is imported: one process, one thread (two would wait for each other on two busy cores), no network,
@@ -29,7 +30,7 @@ def open_engine(model: Path, dtype: str = "bfloat16", **options: Any) -> Iterato
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    settings = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 256, **options}
+    settings = {"enforce_eager": True, "kv_cache_memory_bytes": KV_MEMORY, "max_model_len": 256, **options}
     llm = None
     try:
         llm = LLM(model=str(model), dtype=dtype, **settings)

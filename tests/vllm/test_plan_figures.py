@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import REPO, held_bytes, kv_tokens
+from engines import KV_MEMORY, REPO, held_bytes, kv_tokens
 from exl3_vllm import gpu_dense
 from exl3_vllm.arena import ALIGNMENT
 
@@ -32,16 +32,15 @@ def planned(ref: str, *sets: str) -> admission.RankPlan:
 @pytest.mark.parametrize(("ref", "model"), [("demo", "demo-dense"), ("demo-moe", "demo-moe")])
 def test_a_plan_agrees_with_the_engine(ref: str, model: str, engine: Engine, models: Path) -> None:
     # given the recipe's own memory for the KV cache
-    memory = recipes.load(ref).serve.kv_cache_memory
-    assert memory is not None
+    assert recipes.load(ref).serve.kv_cache_memory == KV_MEMORY
     # when the model is loaded
-    with engine(models / model, kv_cache_memory_bytes=memory) as llm:
+    with engine(models / model) as llm:
         held, tokens = held_bytes(llm), kv_tokens(llm)
     # then weights and tokens are the plan's, and the page's table tells them
     rank = planned(ref)
     assert rank.weights == pytest.approx(held, rel=WITHIN)
-    assert memory / rank.kv_token == pytest.approx(tokens, rel=WITHIN)
-    assert row(ref, 1, rank.weights, held, memory // rank.kv_token, tokens) in PAGE.read_text()
+    assert KV_MEMORY / rank.kv_token == pytest.approx(tokens, rel=WITHIN)
+    assert row(ref, 1, rank.weights, held, KV_MEMORY // rank.kv_token, tokens) in PAGE.read_text()
 
 
 def row(ref: str, ranks: int, weights: int, held: int, planned_tokens: int, tokens: int) -> str:
