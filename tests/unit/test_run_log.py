@@ -187,11 +187,11 @@ def test_a_full_disk_under_the_log_stops_no_verb() -> None:
 
 
 def test_the_first_output_comes_soon_with_a_log_too(state: Path) -> None:
-    """Given a verb that keeps a log, then that costs it little of a start: under 0.05 s of CPU."""
+    """Given a verb that keeps a log, then that costs it little of a start: under 0.1 s of CPU."""
     program = "import time; start = time.process_time(); from exl3kit import run_log; run_log.begin('up')"
     program += "; import logging; logging.getLogger('exl3kit').info('x'); print(time.process_time() - start)"
     seconds = [
         float(subprocess.run([sys.executable, "-c", program], cwd=paths.REPO, capture_output=True, text=True).stdout)
         for _ in range(3)
     ]
-    assert min(seconds) < 0.05 and list(state.rglob("*-up-*.log")), seconds
+    assert min(seconds) < 0.1 and list(state.rglob("*-up-*.log")), seconds
