@@ -85,7 +85,8 @@ class Peer:
     live: Beat | None = None  # its newest beat that echoed our session
     live_at: float = float("-inf")
     lag: float | None = None
-    seqs: dict[str, int] = field(default_factory=dict)
+    seqs: dict[str, int] = field(default_factory=dict)  # by session, as the next
+    heard: dict[str, float] = field(default_factory=dict)
     refused_since: float | None = None
     refused_at: float = float("-inf")
     bound_to: int = 0  # the newest incarnation that it was heard to be in
@@ -145,7 +146,7 @@ class Gang:
             peer.claimed, peer.claimed_at = beat.session, now
         if not echoes or beat.seq <= peer.seqs.get(beat.session, -1):
             return
-        peer.seqs[beat.session] = beat.seq
+        peer.seqs[beat.session], peer.heard[beat.session] = beat.seq, now
         if peer.live is not None and peer.live.session == beat.session and peer.lag is not None:
             peer.lag = min(now - beat.sent, peer.lag + CLOCK_DRIFT * (now - peer.live_at))
         else:
@@ -312,8 +313,12 @@ class Gang:
         return True
 
     def last_heard(self) -> dict[int, float]:
-        """When each member was heard last, of those that have not told how they ended."""
-        return {peer.rank: peer.live_at for peer in self.peers.values() if peer.rank not in self.deaths}
+        """When each member was heard last, of those that have not told how they ended.
+
+        The member, and not what its machine has started in its place since.
+        """
+        silent = [rank for rank in self.peers if rank in self.members and rank not in self.deaths]
+        return {rank: self.peers[rank].heard.get(self.members[rank], float("-inf")) for rank in silent}
 
     def offset(self, rank: int) -> float:
         """What to add to a time of that rank's clock to have it on this one's; 0.0 when it is not known."""

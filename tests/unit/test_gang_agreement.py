@@ -193,6 +193,20 @@ def test_a_closed_port_is_believed_after_a_second_without_a_beat() -> None:
     assert head.loss is not None and head.loss.kind == "gone"
 
 
+def test_who_comes_back_in_a_members_place_is_not_the_member_heard_again() -> None:
+    # given a rank 1 that is gone, and whose machine starts another at once, while rank 0 tells how it ended itself
+    net = running()
+    last = net.now
+    assert net.gangs[0].last_heard() == {1: last}
+    net.replace(1, gang(1, session="again"))
+    net.gangs[0].end(DEATH)
+    # when the new one is heard
+    net.run(FRESH_S + 2)
+    assert net.gangs[0].peers[1].live_at == net.now
+    # then the member was heard last before
+    assert net.gangs[0].last_heard() == {1: last}
+
+
 def test_a_rank_that_backs_off_is_waited_for_and_named() -> None:
     net = Net(gang(0), gang(1))
     net.gangs[1].back_off("3 failed starts")
