@@ -80,6 +80,7 @@ def watch_status(name: str | None, nodes: str) -> None:
     from exl3kit.progress import is_live
 
     console = output.console()
+    console.soft_wrap = not is_live(console)  # what is renewed in place must be wrapped here, not by the terminal
     speeds = statuses.Speeds()
     try:
         with Live(console=console, auto_refresh=False) if is_live(console) else nullcontext() as live:
