@@ -35,6 +35,7 @@ def configuration(model: str, size: int, *, sparse: bool) -> Any:
         max_model_len=256,
         hf_overrides=dense,
         kv_cache_memory_bytes=1 << 26,
+        enable_prefix_caching=False,  # which vLLM turns off for MLA on a CPU, too late for its own checks
     )
     return arguments.create_engine_config()
 
@@ -86,6 +87,7 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    torch.accelerator.empty_cache = lambda: None  # the wheel for GPUs takes an accelerator for granted
     config = configuration(folder, int(size), sparse=False)
     errors = {}
     with set_current_vllm_config(config):
@@ -99,7 +101,7 @@ def main() -> None:
             computed[number] = layer.mlp(x.clone())
     errors["KDA"] = said(linear_attention)
     if size == "1":
-        sparse = configuration(folder, 1, sparse=True)
+        sparse = configuration(f"{folder}-sparse", 1, sparse=True)
         with set_current_vllm_config(sparse):
             errors["sparse MLA"] = said(lambda: get_model(vllm_config=sparse))
     torch.save({"held": holdings(model), "computed": computed, "x": x, "errors": errors}, out)

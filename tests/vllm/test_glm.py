@@ -102,6 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_synthetic({**GLM, "index_topk": None}, folder, HALF_BITS, CODEBOOKS, seed=11)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"index_topk": null', '"index_topk": 64'))
+    write_synthetic(GLM, folder.with_name("model-sparse"), HALF_BITS, CODEBOOKS, seed=11)
     return folder
 
 
