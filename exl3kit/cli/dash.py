@@ -29,15 +29,13 @@ def dash(
     Nodes, ranks, speed, memory, network, tiers and receipts, the last post-mortem and the last bench. Nodes are asked
     only while somebody looks.
     """
-    from functools import partial
-
     from exl3kit.dash.asker import opened
     from exl3kit.dash.gather import Gatherer
     from exl3kit.dash.last_bench import LastBench
     from exl3kit.dash.server import Server
 
     name = deployment_name(recipe) if recipe else None
-    gatherer = Gatherer(nodes, partial(opened, deployment=name), LastBench(bench, name))
+    gatherer = Gatherer(nodes, name, opened, LastBench(bench, name))
     try:
         with stoppable(), Server(gatherer, port) as server:
             if as_json:

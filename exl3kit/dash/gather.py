@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +15,13 @@ from exl3kit import post_mortem, status
 from exl3kit.cluster import hosts
 from exl3kit.dash import asker
 from exl3kit.dash.rates import Speed
-from exl3kit.dash.watcher import Interest, Opener, Times, Watcher
+from exl3kit.dash.watcher import Interest, Times, Watcher
 from exl3kit.errors import KitError
 
 if TYPE_CHECKING:
+    from exl3kit.cluster import Host
     from exl3kit.containers import Standing
-    from exl3kit.dash.asker import Told
+    from exl3kit.dash.asker import Ask, Told
 
 USUAL = Times()
 
@@ -27,7 +30,8 @@ USUAL = Times()
 class Facts:
     """What the page shows.
 
-    `at`: seconds since 1970. `named`: the text of `--nodes`. `asked`: nodes that have not answered or failed yet; while
+    `at`: seconds since 1970. `named`: the text of `--nodes`. `deployment`: the only one that is
+    looked at, or None for all. `asked`: nodes that have not answered or failed yet; while
     there are some, nothing is said of deployments. `deployments`: as `kit status --json` has them, each with its
     `speed` (see `Speed`). `unreachable`: errors by node; `ages`: seconds since each of the others told what is shown of
     it. `death`: the post-mortem that `kit down` kept, when nothing stands. `bench`: the last campaign (see
@@ -36,6 +40,7 @@ class Facts:
 
     at: float
     named: str
+    deployment: str | None
     nodes: tuple[str, ...]
     asked: tuple[str, ...] = ()
     addresses: Mapping[str, str | None] = field(default_factory=dict)
@@ -52,23 +57,32 @@ class Gatherer:
 
     Parameters
     ----------
-    named: the text of `--nodes`; `opener` opens each of these machines.
+    named: the text of `--nodes`.
+    deployment: the only one to look at, or None for all.
+    opener: opens one of these machines (see `asker.opened`).
     bench: gives the last campaign, or None.
     """
 
     def __init__(
-        self, named: str, opener: Opener, bench: Callable[[], Mapping[str, Any] | None], times: Times = USUAL
+        self,
+        named: str,
+        deployment: str | None,
+        opener: Callable[[Host, str | None], AbstractContextManager[Ask]],
+        bench: Callable[[], Mapping[str, Any] | None],
+        times: Times = USUAL,
     ) -> None:
-        self.named, self._times, self._bench = named, times, bench
+        self.named, self.deployment, self._times, self._bench = named, deployment, times, bench
         self._interest = Interest(times.interest)
         listed = hosts(named)
         first_local = next((host for host in listed if host.is_local), None)  # `local,local` is one engine
         self._watchers = [
-            Watcher(host, opener, self._interest, times) for host in listed if not host.is_local or host is first_local
+            Watcher(host, partial(opener, host, deployment), self._interest, times)
+            for host in listed
+            if not host.is_local or host is first_local
         ]
         self._news = threading.Condition()
         self._number = 0
-        self._facts = Facts(time.time(), self.named, self.nodes, asked=self.nodes)
+        self._facts = Facts(time.time(), self.named, self.deployment, self.nodes, asked=self.nodes)
         self._speeds: dict[str, Speed] = {}
         self._thread = threading.Thread(target=self._run, name="gather", daemon=True)
 
@@ -96,15 +110,13 @@ class Gatherer:
 
     def newer(self, number: int, patience: float) -> tuple[int, Facts]:
         """The newest facts and their number, as soon as it is not `number`, at the latest after `patience` seconds."""
-        self._interest.show()
-        with self._news:
+        with self._interest.shown(), self._news:
             self._news.wait_for(lambda: self._number != number or self.ended, timeout=patience)
             return self._number, self._facts
 
     def now(self, patience: float) -> tuple[int, Facts]:
         """Facts that are not old, as far as some come within `patience` seconds."""
-        self._interest.show()
-        with self._news:
+        with self._interest.shown(), self._news:
             self._news.wait_for(lambda: self._is_fresh() or self.ended, timeout=patience)
             return self._number, self._facts
 
@@ -116,7 +128,9 @@ class Gatherer:
             try:
                 facts = self._look()
             except Exception as error:  # the page must say it, and not stand still
-                facts = Facts(time.time(), self.named, self.nodes, fault=f"{type(error).__name__}: {error}")
+                facts = Facts(
+                    time.time(), self.named, self.deployment, self.nodes, fault=f"{type(error).__name__}: {error}"
+                )
             if not facts.asked or facts.asked != self._facts.asked:
                 with self._news:
                     self._number, self._facts = self._number + 1, facts
@@ -126,7 +140,11 @@ class Gatherer:
     def _look(self) -> Facts:
         latest = {one.host.name: one.latest for one in self._watchers}
         asked = tuple(name for name, one in latest.items() if one is None)
-        return Facts(time.time(), self.named, self.nodes, asked=asked) if asked else self._put_together(latest)
+        return (
+            Facts(time.time(), self.named, self.deployment, self.nodes, asked=asked)
+            if asked
+            else self._put_together(latest)
+        )
 
     def _put_together(self, latest: Mapping[str, Told | KitError | None]) -> Facts:
         told = {name: one for name, one in latest.items() if isinstance(one, asker.Told)}
@@ -142,6 +160,7 @@ class Gatherer:
         return Facts(
             at=time.time(),
             named=self.named,
+            deployment=self.deployment,
             nodes=self.nodes,
             addresses={name: one.address for name, one in told.items()},
             ages={name: time.monotonic() - one.at for name, one in told.items()},

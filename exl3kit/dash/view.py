@@ -53,6 +53,7 @@ def main(facts: Facts) -> str:
         asked=facts.asked,
         fault=facts.fault and safe(facts.fault),
         named=facts.named,
+        wanted=facts.deployment,
         any_answers=len(facts.unreachable) < len(facts.nodes),
         deployments=[deployment(one) for one in facts.deployments],
         nodes=[] if facts.asked or facts.fault else [node(name, facts) for name in facts.nodes],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,6 @@ from exl3kit.errors import ExitCode, KitError
 if TYPE_CHECKING:
     from exl3kit.cluster import Host
     from exl3kit.dash.asker import Ask, Told
-
-Opener = Callable[["Host"], AbstractContextManager["Ask"]]
 
 
 @dataclass(frozen=True)
@@ -31,23 +29,30 @@ class Times:
 
 
 class Interest:
-    """Whether somebody looks: for `seconds` after the last reader asked, and until `end`."""
+    """Whether somebody looks: while a reader waits, for `seconds` after the last one did, and until `end`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.ended = False
-        self._until = 0.0
+        self._readers, self._until = 0, 0.0
         self._changed = threading.Condition()
 
-    def show(self) -> None:
-        """A reader is there."""
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """A reader waits."""
         with self._changed:
-            self._until = time.monotonic() + self.seconds
+            self._readers += 1
             self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._until = time.monotonic() + self.seconds
 
     @property
     def wanted(self) -> bool:
-        return not self.ended and time.monotonic() < self._until
+        return not self.ended and (self._readers > 0 or time.monotonic() < self._until)
 
     def wait(self) -> bool:
         """Wait until somebody looks; False when all is at its end."""
@@ -69,7 +74,9 @@ class Interest:
 class Watcher(threading.Thread):
     """What one node tells now."""
 
-    def __init__(self, host: Host, opener: Opener, interest: Interest, times: Times) -> None:
+    def __init__(
+        self, host: Host, opener: Callable[[], AbstractContextManager[Ask]], interest: Interest, times: Times
+    ) -> None:
         super().__init__(name=f"watch {host.name}", daemon=True)
         self.host = host
         self._opener, self._interest, self._times = opener, interest, times
@@ -95,7 +102,7 @@ class Watcher(threading.Thread):
         while self._rest():
             try:
                 self._asked = time.monotonic()
-                with self._opener(self.host) as ask:
+                with self._opener() as ask:
                     while self._rest():
                         self._asked = time.monotonic()
                         self._latest = ask()

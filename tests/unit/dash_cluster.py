@@ -144,25 +144,31 @@ def death(sentence: str = "worker TP1 ended with signal SIGKILL") -> dict[str, A
 
 @dataclass
 class Played:
-    """Nodes by name with their ranks. `errors`: nodes that do not answer; `hung`: nodes whose questions stay open."""
+    """Nodes by name with their ranks.
+
+    `errors`: nodes that do not answer; `hung`: nodes whose questions stay open; `named`: the one deployment that is
+    looked at; `kept`: the post-mortem that `kit down` left on every node; `asked`: how often nodes were asked.
+    """
 
     nodes: dict[str, list[PlayedRank]]
     errors: dict[str, KitError] = field(default_factory=dict)
     hung: dict[str, threading.Event] = field(default_factory=dict)
+    named: str | None = None
+    kept: dict[str, Any] | None = None
     asked: int = 0
 
     @contextmanager
-    def opened(self, host: Host) -> Iterator[Ask]:
+    def opened(self, host: Host, deployment: str | None) -> Iterator[Ask]:
         """In the place of `exl3kit.dash.asker.opened`."""
         if host.name in self.errors:
             raise self.errors[host.name]
         engine: Any = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: self.listed(host.name)))
 
         def run(argv: list[str], **_: Any) -> Any:
-            return SimpleNamespace(stdout="", returncode=0)
+            return SimpleNamespace(stdout=json.dumps(self.kept) if self.kept else "", returncode=0)
 
         address = f"10.77.6.{host.name[-1]}"
-        yield Asker(Node(host.name, engine, "unix:///played", address, False, run, None), None).ask  # type: ignore[arg-type]
+        yield Asker(Node(host.name, engine, "unix:///played", address, False, run, None), deployment).ask  # type: ignore[arg-type]
 
     def listed(self, name: str) -> list[Any]:
         self.asked += 1
@@ -206,7 +212,7 @@ def gone(name: str) -> KitError:
 @contextmanager
 def served(played: Played, *, times: Times = QUICK, bench: Path = Path("nowhere")) -> Iterator[Server]:
     """The page over played nodes."""
-    gatherer = Gatherer(",".join(played.nodes), played.opened, LastBench(bench, None), times)
+    gatherer = Gatherer(",".join(played.nodes), played.named, played.opened, LastBench(bench, None), times)
     with played.answering(), Server(gatherer, 0) as server:
         gatherer.start()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -130,6 +130,16 @@ def test_a_death_is_shown_as_it_happens_and_the_sentence_for_hearing_changes_wit
     assert after["news"] == "demo-tp2: partial." and "<polyline" not in after["main"]
 
 
+def test_a_death_is_told_by_a_stopped_container_and_by_what_down_kept() -> None:
+    died = "first rank 1, worker TP1: worker TP1 ended with signal SIGKILL"
+    with served(Played({"node1": [PlayedRank(0, ranks=1, engine="exited", death=death())]})) as server:
+        said = words(ask(server)[2])
+        assert "demo-tp2 stopped" in said and died in said
+    with served(Played({"node1": []}, named="demo-tp2", kept=death())) as server:
+        said = words(ask(server)[2])
+        assert "Nothing of demo-tp2 stands" in said and died in said and "Kept by kit down" in said
+
+
 def test_a_node_that_fails_is_shown_with_its_reason_and_comes_back() -> None:
     played = two_nodes()
     played.errors["node2"] = gone("node2")
@@ -182,7 +192,7 @@ def test_nothing_stands_and_no_node_answers_are_different_pages() -> None:
 
 
 def test_what_is_old_is_not_shown_as_new_and_what_is_not_known_yet_is_said() -> None:
-    facts = Facts(time.time(), "node1,node2", ("node1", "node2"), ages={"node1": 8.2, "node2": 2.1})
+    facts = Facts(time.time(), "node1,node2", None, ("node1", "node2"), ages={"node1": 8.2, "node2": 2.1})
     said = words(view.main(facts))
     assert "told 8 s ago" in said and said.count("told") == 1
     asking = words(view.main(replace(facts, asked=("node2",))))
@@ -190,7 +200,7 @@ def test_what_is_old_is_not_shown_as_new_and_what_is_not_known_yet_is_said() -> 
 
 
 def test_two_names_of_this_machine_are_one_node() -> None:
-    assert Gatherer("local,local", two_nodes().opened, lambda: None).nodes == ("local",)
+    assert Gatherer("local,local", None, two_nodes().opened, lambda: None).nodes == ("local",)
 
 
 # The readers ----------------------------------------------------------------------------------------------------------
@@ -219,6 +229,12 @@ def test_many_readers_cost_the_nodes_what_one_does_and_none_cost_nothing() -> No
             quiet = played.asked == before
         assert quiet
         assert "demo-tp2 serving" in words(ask(server)[2])  # and the next one gets what is true now
+
+
+def test_a_reader_that_waits_for_news_is_one_that_looks() -> None:
+    times = Times(period=0.1, retry=0.1, silent=WAIT, interest=0.0)
+    with served(two_nodes(), times=times) as server, events(server) as stream:
+        assert all(next(stream) for _ in range(4))
 
 
 def test_readers_that_leave_in_the_middle_end_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +304,7 @@ def test_the_page_is_one_of_its_own_and_says_so_to_the_browser(quiet: Server) ->
 
 def test_it_listens_on_loopback_alone_and_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, quiet: Server) -> None:
     assert quiet.socket.getsockname()[0] == "127.0.0.1"
-    gatherer = Gatherer("node1", two_nodes().opened, lambda: None)
+    gatherer = Gatherer("node1", None, two_nodes().opened, lambda: None)
     with pytest.raises(KitError, match="cannot be had") as refused:
         Server(gatherer, quiet.server_port)
     assert refused.value.code == 3 and "--port" in str(refused.value)
@@ -397,7 +413,7 @@ def test_a_fault_of_the_kit_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> N
     def broken() -> None:
         raise ZeroDivisionError("of the bench")
 
-    gatherer = Gatherer("node1", Played({"node1": []}).opened, broken, QUICK)
+    gatherer = Gatherer("node1", None, Played({"node1": []}).opened, broken, QUICK)
     gatherer.start()
     _, facts = gatherer.now(WAIT)
     gatherer.stop()
