@@ -257,15 +257,29 @@ def check_fabric(nodes: Sequence[NodeFacts]) -> None:
 def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[str]:
     """Argv of vLLM for one rank; the same for all but for the rank's own place and the head's API."""
     serve, parallel = recipe.serve, recipe.parallel
-    argv = ["vllm", "serve", MODEL_DIR, "--served-model-name", recipe.served_name]
-    argv += ["--tensor-parallel-size", str(parallel.tensor)]
-    if parallel.pipeline > 1:
-        argv += ["--pipeline-parallel-size", str(parallel.pipeline)]
-    if parallel.expert:
-        argv += ["--enable-expert-parallel"]
+    argv = ["vllm", "serve", MODEL_DIR, "--served-model-name", recipe.served_name, *parallel_options(recipe)]
     if parallel.nodes > 1:
         argv += ["--nnodes", str(parallel.nodes), "--node-rank", str(rank)]
         argv += ["--master-addr", master, "--master-port", str(rendezvous_port(recipe))]
+    argv += engine_options(recipe)
+    argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", ",".join(ASKED_BY_THE_KIT)]
+    argv += ["--shutdown-timeout", str(DRAIN_S), *serve.args]
+    return argv + (["--host", listen, "--port", str(serve.port)] if rank == 0 else ["--headless"])
+
+
+def parallel_options(recipe: Recipe) -> list[str]:
+    """How the ranks share the model, in vLLM's words."""
+    parallel = recipe.parallel
+    words = ["--tensor-parallel-size", str(parallel.tensor)]
+    if parallel.pipeline > 1:
+        words += ["--pipeline-parallel-size", str(parallel.pipeline)]
+    return words + (["--enable-expert-parallel"] if parallel.expert else [])
+
+
+def engine_options(recipe: Recipe) -> list[str]:
+    """The keys of `serve` that are options of vLLM's engine, in vLLM's words."""
+    serve = recipe.serve
+    words: list[str] = []
     for option, value in (
         ("--max-num-batched-tokens", serve.max_num_batched_tokens),
         ("--max-model-len", serve.max_model_len),
@@ -276,14 +290,12 @@ def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[st
         ("--dtype", None if serve.dtype == "auto" else serve.dtype),
     ):
         if value is not None:
-            argv += [option, str(value)]
+            words += [option, str(value)]
     if serve.enforce_eager:
-        argv += ["--enforce-eager"]
+        words += ["--enforce-eager"]
     if serve.speculative is not None:
-        argv += ["--speculative-config", json.dumps(serve.speculative.model_dump(exclude_none=True), sort_keys=True)]
-    argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", ",".join(ASKED_BY_THE_KIT)]
-    argv += ["--shutdown-timeout", str(DRAIN_S), *serve.args]
-    return argv + (["--host", listen, "--port", str(serve.port)] if rank == 0 else ["--headless"])
+        words += ["--speculative-config", json.dumps(serve.speculative.model_dump(exclude_none=True), sort_keys=True)]
+    return words
 
 
 def rendezvous_port(recipe: Recipe) -> int:

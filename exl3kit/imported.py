@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from exl3kit import imported_flags, recipe_rules, recipe_view
 from exl3kit.faults import did_you_mean
+from exl3kit.recipe import Exl3, Recipe
 
 MAPPED, KEPT, REFUSED = "mapped", "kept", "refused"
 PROBE_TOKENS = 8  # what a recipe's probe asks for unless told otherwise
@@ -63,7 +66,15 @@ KEYS: dict[str, tuple[str, str]] = {
     "include": (REFUSED, "extends: another recipe of the kit; import the included file as well"),
 }
 OWN = ("name", "description", "model", "model_revision", "runtime", "min_nodes", "cluster_only", "solo_only",
-       "defaults", "env", "command", "metadata")  # fmt: skip
+       "defaults", "env", "command", "metadata", "exl3kit")  # fmt: skip
+NO_MODEL = "./MODEL"
+TOP = "file"  # below `exl3kit:`, keys of the recipe that belong to no section
+# Variables that are keys of ours: the key, and how its text is read.
+EXL3: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "EXL3_TIER": ("tier", str),
+    "VLLM_EXL3_PREFILL_RECONSTRUCT_M": ("prefill_reconstruct_m", int),
+    "VLLM_EXL3_GRAPH_DECODE": ("graph_decode", {"0": False, "false": False, "1": True, "true": True}.__getitem__),
+}
 
 
 class ImportFault(Exception):
@@ -116,7 +127,43 @@ def translate(foreign: Mapping[Any, Any], stem: str) -> Imported:
             near = did_you_mean(key, (*KEYS, *OWN))
             made.tell(key, KEPT, f"unknown to the format: did you mean {near}?" if near else "unknown to it", value)
     _settle(made)
+    if "exl3kit" in told:
+        _own_block(made, told["exl3kit"])
+    if "exl3" in made.data and not valid(made.data):
+        made.tell("exl3", REFUSED, "with the other keys it makes no valid recipe", made.data.pop("exl3"))
+    made.missing += lacking(made.data)
     return made
+
+
+def validated(data: Mapping[str, Any]) -> Recipe:
+    """The recipe that imported data makes; raises pydantic's ValidationError when it makes none."""
+    return Recipe.model_validate(data)
+
+
+def valid(data: Mapping[str, Any]) -> bool:
+    try:
+        validated(data)
+    except ValidationError:
+        return False
+    return True
+
+
+def _own_block(made: Imported, block: object) -> None:
+    """What `kit recipe export` wrote because the format has no word for it."""
+    sections = block if isinstance(block, Mapping) else {}
+    try:
+        merged = {**made.data, **sections.get(TOP, {})}
+        for key, section in sections.items():
+            if key != TOP:
+                merged[key] = {**merged.get(key, {}), **section}
+        validated(merged)
+    except (TypeError, ValueError):  # pydantic's is a ValueError
+        sections = {}
+    if not sections:
+        made.tell("exl3kit", REFUSED, "with it the recipe would not be valid", block)
+        return
+    made.data = merged
+    made.tell("exl3kit", MAPPED, "keys of the kit that the format has no word for")
 
 
 def slug(text: str) -> str:
@@ -200,8 +247,10 @@ def _environment(made: Imported, env: object, *, given: bool) -> None:
     for name, value in env.items():
         key = f"env.{name}"
         text = json.dumps(value) if isinstance(value, bool) else str(value)
+        if str(name) in EXL3 and _own_variable(made, str(name), text):
+            continue
         faults = recipe_rules.environment_faults({str(name): text})
-        if isinstance(value, Mapping | list) or value is None:
+        if isinstance(value, Mapping | list) or value is None or "\0" in text:
             made.tell(key, REFUSED, "expected one text", value)
         elif faults:
             made.tell(key, REFUSED, f"{faults[0].what}: {faults[0].hint}", value)
@@ -214,6 +263,19 @@ def _environment(made: Imported, env: object, *, given: bool) -> None:
         made.tell("env", MAPPED, "empty")
 
 
+def _own_variable(made: Imported, name: str, text: str) -> bool:
+    """Put a variable that is a key of ours under it; False when its text is none that the key takes."""
+    key, read = EXL3[name]
+    try:
+        value = read(text.lower())
+        Exl3.model_validate({key: value})
+    except (KeyError, ValueError):
+        return False
+    made.data.setdefault("exl3", {})[key] = value
+    made.tell(f"env.{name}", MAPPED, f"exl3.{key}")
+    return True
+
+
 def _command(made: Imported, told: Mapping[str, Any]) -> None:
     defaults = told.get("defaults")
     values = {str(k): v for k, v in defaults.items()} if isinstance(defaults, Mapping) else {}
@@ -224,6 +286,8 @@ def _command(made: Imported, told: Mapping[str, Any]) -> None:
     if template is None:
         argv = [word for key, value in values.items() for word in imported_flags.of_default(key, value)]
         used = {key for key, value in values.items() if imported_flags.of_default(key, value)}
+        if "command" in told:
+            made.tell("command", MAPPED, "empty: vLLM with the defaults as its options")
     elif not isinstance(template, str):
         made.tell("command", REFUSED, "expected text", template)
         argv = []
@@ -259,7 +323,7 @@ def _words(made: Imported, template: str, values: Mapping[str, Any], used: set[s
     more = next((at for at, word in enumerate(words) if word in ("&&", "||", ";", "|", "&", ">", ">>")), len(words))
     if before or more < len(words):
         around = " ".join([*before, *words[more:]])
-        made.tell("command.around", REFUSED, f"no shell runs here: {one_line(around)[:80]}", around)
+        made.tell("command.around", REFUSED, "no shell runs here, before `vllm serve` or after it", around)
     made.tell("command", MAPPED, "serve")
     rest = words[start + 1 : more]
     if rest and not rest[0].startswith("-"):
@@ -296,7 +360,7 @@ def fill(template: str, values: Mapping[str, Any], used: set[str]) -> str:
 
 
 def _settle(made: Imported) -> None:
-    """Take back what the kit's rules refuse together, and say what is still to be filled in."""
+    """Take back what the kit's rules refuse together, and put something where weights must be named."""
     parallel, serve, model = made.data.get("parallel", {}), made.data.get("serve", {}), made.data["model"]
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     if world % parallel.get("nodes", 1):
@@ -307,12 +371,22 @@ def _settle(made: Imported) -> None:
         made.tell("serve.max_num_seqs", REFUSED, "more than max_num_batched_tokens", serve.pop("max_num_seqs"))
     if serve.get("max_model_len", 1 << 30) <= PROBE_TOKENS:
         made.tell("serve.max_model_len", REFUSED, "too short for the probe", serve.pop("max_model_len"))
+    if serve.get("kv_cache_memory") and "gpu_memory_utilization" in serve:
+        share = serve.pop("gpu_memory_utilization")
+        made.tell("serve.gpu_memory_utilization", REFUSED, "--kv-cache-memory-bytes replaces it", share)
     if not model.get("repo") and not model.get("path"):
-        model["path"] = "./MODEL"
-        made.missing.append("model: repo or path, in the place of ./MODEL")
-    elif "repo" in model and "revision" not in model:
-        made.missing.append("model.revision: the commit (`kit lock --update` lists the branches)")
-    made.missing.append("image: arch, rates and codebooks of the pack, for the GPUs at hand")
+        model["path"] = NO_MODEL
+
+
+def lacking(data: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be filled in before the recipe can be served."""
+    model, image = data["model"], data["image"]
+    if model.get("path") == NO_MODEL:
+        yield f"model: repo or path, in the place of {NO_MODEL}"
+    elif model.get("repo") and not model.get("revision"):
+        yield "model.revision: the commit (`kit lock --update` lists the branches)"
+    if not image.get("rates") and not str(image["vllm"]).endswith("+cpu"):
+        yield "image: arch, rates and codebooks of the pack, for the GPUs at hand"
 
 
 def as_yaml(made: Imported, source: str) -> str:

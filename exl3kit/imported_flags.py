@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import vllm_arguments
+from exl3kit import recipe, vllm_arguments
 
 if TYPE_CHECKING:
     from exl3kit.imported import Imported
@@ -64,8 +64,11 @@ def apply(made: Imported, written: str, value: str | None) -> None:
         made.tell(key, "mapped", done)
     elif flag == "--host":
         made.tell(key, "refused", "an open API needs a key: set serve.listen: open and serve.api_key_file", value)
+    elif flag == "--api-key":
+        made.tell(key, "refused", "a key stands in no recipe: serve.api_key_file names a file that holds it", value)
     elif flag in vllm_arguments.KEYS:
-        made.tell(key, "refused", f"{vllm_arguments.KEYS[flag]} does not take {value!r}", value)
+        shown = "no value" if value is None else repr(value.replace("\0", " "))
+        made.tell(key, "refused", f"{vllm_arguments.KEYS[flag]} does not take {shown}", value)
     elif flag in vllm_arguments.REASONS:
         made.tell(key, "refused", vllm_arguments.REASONS[flag], value)
     else:
@@ -90,6 +93,9 @@ def _own_key(made: Imported, flag: str, value: str | None) -> str | None:
         if number is not None:
             made.serve(_COUNTS[flag], number)
         return f"serve.{_COUNTS[flag]}" + ("" if number is not None else ", unset: vLLM's own")
+    if flag == "--kv-cache-memory-bytes" and value and re.fullmatch(r"[1-9]\d{3,17}", value) and int(value) % 1024 == 0:
+        made.serve("kv_cache_memory", recipe.format_size(int(value)))
+        return "serve.kv_cache_memory"
     if flag in _CHOICES and value in _CHOICES[flag][1]:
         made.serve(_CHOICES[flag][0], value)
         return f"serve.{_CHOICES[flag][0]}"

@@ -1,4 +1,5 @@
-"""The generated pages of docs/reference: recipe.md from the recipe's models, cli.md from the command line.
+"""The generated pages of docs/reference: recipe.md from the recipe's models, cli.md from the command line,
+import.md from the test corpus of foreign recipes.
 
 They are committed, so that they read on a git host too, and a test holds them against what this module makes. Runs in
 an environment that has the kit's requirements: `scripts/docs reference` takes the kit's own.
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
+sys.path[:0] = [str(REPO), str(REPO / "scripts")]
+
+import docs_import  # noqa: E402
 
 from exl3kit import cli, recipe, recipe_view  # noqa: E402
 from exl3kit.cli.examples import examples_of  # noqa: E402
@@ -47,7 +50,8 @@ def main() -> int:
 
 def pages() -> dict[str, str]:
     """Every generated page by its file name."""
-    return {"recipe.md": HEAD + recipe_page(), "cli.md": HEAD + cli_page()}
+    foreign = "\n".join(docs_import.lines()) + "\n"
+    return {"recipe.md": HEAD + recipe_page(), "cli.md": HEAD + cli_page(), "import.md": HEAD + foreign}
 
 
 def row(*cells: str) -> str:

@@ -90,6 +90,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("recipe check 'recipes/*.yaml' --json", "several, for a program"),
     ),
     "recipe schema": (("recipe schema", "for an editor: > recipe.schema.json"),),
+    "recipe export": (
+        ("recipe export demo-tp2 --as v2 --out demo-tp2.yaml", "for sparkrun, with the image that `kit build` makes"),
+        ("recipe export glm-5.3-flash-2x-spark --as v1 --container vllm-node", "for eugr's launcher, and its image"),
+    ),
     "recipe import": (("recipe import their-recipes --out recipes-here", "a folder of another launcher's"),),
     "lock": (
         ("lock demo", "every input of the image, by hash"),

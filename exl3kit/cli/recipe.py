@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl3kit.cli import args, output, recipe_import, teaching
+from exl3kit.cli import args, output, recipe_export, recipe_import, teaching
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -86,3 +86,4 @@ def schema(as_json: args.JsonOption = True) -> None:
 
 
 app.command("import")(recipe_import.import_recipes)
+app.command("export")(recipe_export.export_recipe)

@@ -192,7 +192,7 @@ def test_what_the_site_is_made_with_is_locked_and_no_part_of_the_kit() -> None:
 # ---- reference -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["recipe.md", "cli.md"])
+@pytest.mark.parametrize("name", ["recipe.md", "cli.md", "import.md"])
 def test_the_generated_reference_is_up_to_date(name: str) -> None:
     """Given the models and the command line of today, then the committed page is what they make."""
     import docs_reference

@@ -53,6 +53,37 @@ def test_each_becomes_a_valid_recipe_and_no_key_is_lost(number: int, tmp_path: P
     assert back["original"] == imported.plain(original)  # the way back loses nothing
 
 
+NESTED = {
+    "benchmark": "enabled framework model args.pp args.depth args.enable_prefix_caching args.save_result",
+    "metadata": """description maintainer model_params model_dtype kv_dtype num_layers num_kv_heads head_dim model_vram
+        kv_vram_per_token quantization quant_bits""",
+    "executor_config": """auto_remove restart_policy privileged gpus gpu_access_mode ipc shm_size network user
+        security_opt cap_add ulimit devices volumes entrypoint memory_limit labels accelerator_vendor""",
+    "readiness": """port_timeout_s health_timeout_s inference inference_style inference_timeout_s
+        inference_prompt""",
+    "distribution_config": """models.enabled models.entries.name models.entries.target models.entries.revision
+        models.entries.allow_patterns models.entries.ignore_patterns containers additional_models""",
+    "overrides": "when.nodes when.arch when.config defaults env container",
+    "pre_exec": "command timeout",
+    "post_exec": "copy dest source_host",
+}
+
+
+def paths_of(value: Any, before: str = "") -> set[str]:
+    """Dotted names of every key below a value; entries of a list are as one."""
+    if isinstance(value, list):
+        return {path for one in value for path in paths_of(one, before)}
+    if not isinstance(value, dict):
+        return set()
+    return {f"{before}{key}" for key in value} | {p for k, v in value.items() for p in paths_of(v, f"{before}{k}.")}
+
+
+@pytest.mark.parametrize("key", NESTED)
+def test_the_corpus_holds_what_stands_below_the_keys_too(key: str) -> None:
+    held = {path for one in CORPUS for path in paths_of(one.get(key))}
+    assert set(NESTED[key].split()) <= held
+
+
 def test_a_clusters_recipe_maps_flags_and_says_what_it_refuses(tmp_path: Path) -> None:
     made = imported.translate(CORPUS[1], "four")
     recipe = load(made, tmp_path).recipe
@@ -70,7 +101,8 @@ def test_a_clusters_recipe_maps_flags_and_says_what_it_refuses(tmp_path: Path) -
 def test_secrets_and_dangerous_variables_do_not_come_in(tmp_path: Path) -> None:
     made = imported.translate(CORPUS[9], "secrets")
     assert load(made, tmp_path).recipe.serve.env == {"NCCL_IB_HCA": "rocep1s0f0"}
-    assert "abc" not in imported.as_yaml(made, "x") and "hf_x" not in imported.as_yaml(made, "x")
+    shown = imported.as_yaml(made, "x") + "".join(why for _, _, why in made.report)
+    assert "abc" not in shown and "hf_x" not in shown
 
 
 def test_braces_follow_each_format() -> None:
@@ -81,10 +113,11 @@ def test_braces_follow_each_format() -> None:
     assert imported.fill("{a}", {"a": "{b}", "b": "{a}"}, used) in ("{a}", "{b}")  # ends
 
 
-def test_random_files_neither_crash_nor_lose_a_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_random_files_neither_crash_nor_lose_a_key(seed: int, tmp_path: Path) -> None:
     """Given known and unknown keys with values of any kind, then all are accounted for and the result is valid."""
-    rng = random.Random(10)
-    words = [*V1.split(), *V2.split()]
+    rng = random.Random(seed)
+    words = [*V1.split(), *V2.split(), "exl3kit"]
     flags = [
         "--seed 1",
         "--port {port}",
@@ -99,15 +132,17 @@ def test_random_files_neither_crash_nor_lose_a_key(tmp_path: Path) -> None:
         "-5",
     ]
 
+    below = ["port", "HF_TOKEN", "EXL3_TIER", "image", "file", "a-b", 3, ""]
+
     def value(depth: int = 0) -> Any:
         kinds = [None, True, 0, -1, 2**70, 1.5, float("inf"), "", "a/b", "\0", "é\n{x}", "/m", "$HOME", "auto"]
         if depth < 2 and rng.random() < 0.4:
             if rng.random() < 0.5:
                 return [value(depth + 1) for _ in range(rng.randrange(3))]
-            return {rng.choice(["port", "HF_TOKEN", "a-b", 3, ""]): value(depth + 1) for _ in range(rng.randrange(3))}
+            return {rng.choice(below): value(depth + 1) for _ in range(rng.randrange(3))}
         return rng.choice(kinds)
 
-    for number in range(400):
+    for number in range(200):
         original: dict[Any, Any] = {rng.choice(words): value() for _ in range(rng.randrange(1, 12))}
         original |= {"".join(rng.choices(string.printable, k=6)): value() for _ in range(rng.randrange(3))}
         if rng.random() < 0.6:
