@@ -5,6 +5,7 @@ Pure. Both are drawn from the same ranks as the compose files, so argv, environm
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,7 @@ def pod(deployment: Deployment, rank: Rank, image: str, claim: str) -> dict[str,
     if rank.is_head:
         container["ports"] = [{"containerPort": deployment.port, "name": "api"}]
     if deployment.gpu:
-        container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(workers(deployment))}}
     user = {"runAsUser": plans.USER, "runAsGroup": plans.USER, "runAsNonRoot": True, "fsGroup": plans.USER}
     return {
         "containers": [container],
@@ -160,6 +161,13 @@ def pod(deployment: Deployment, rank: Rank, image: str, claim: str) -> dict[str,
         "automountServiceAccountToken": False,
         "hostNetwork": deployment.rdma,
     }
+
+
+def workers(deployment: Deployment) -> int:
+    """GPUs of each pod: the ranks of vLLM that share one container."""
+    argv = deployment.ranks[0].argv
+    sizes = [argv[argv.index(one) + 1] for one in ("--tensor-parallel-size", "--pipeline-parallel-size") if one in argv]
+    return math.prod(map(int, sizes)) // len(deployment.ranks)
 
 
 def placed(deployment: Deployment, rank: Rank) -> list[str]:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from spark_nodes import Spark, node_facts
 from test_render import HERE, TWO, plan
 
-from exl3kit import elsewhere, render
+from exl3kit import elsewhere, recipes, render
 from exl3kit.errors import KitError
 
 SCHEMA: dict[str, Any] = json.loads((Path(__file__).parent / "leader_worker_set.schema.json").read_text())
 
 
 def check(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
-    """What is wrong with a value by the few words of JSON Schema that the file uses."""
+    """What is wrong with a value by the words of JSON Schema that the file uses."""
     if "$ref" in schema:
         return check(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], where)
     if "enum" in schema:
@@ -29,6 +34,8 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
     kind = schema.get("type")
     if kind and (not isinstance(value, kinds[kind]) or (kind == "integer" and isinstance(value, bool))):
         return [f"{where}: {value!r} is no {kind}"]
+    if beyond(value, schema):
+        return [f"{where}: {value!r}"]
     faults = [f"{where}: no {name}" for name in schema.get("required", []) if name not in value]
     if isinstance(value, dict):
         known = schema.get("properties", {})
@@ -40,6 +47,18 @@ def check(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
     for number, item in enumerate(value if isinstance(value, list) else []):
         faults += check(item, schema.get("items", {}), f"{where}[{number}]")
     return faults
+
+
+def beyond(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is outside of the limits of its schema."""
+    if isinstance(value, str):
+        odd = "pattern" in schema and not re.search(schema["pattern"], value)
+        return odd or len(value) > schema.get("maxLength", len(value))
+    if isinstance(value, list):
+        return len(value) < schema.get("minItems", 0)
+    if isinstance(value, int):
+        return not schema.get("minimum", value) <= value <= schema.get("maximum", value)
+    return False
 
 
 def test_docker_run_gives_what_compose_gives() -> None:
@@ -64,7 +83,8 @@ def test_docker_run_gives_what_compose_gives() -> None:
 def test_the_scripts_lines_are_what_a_shell_reads(tmp_path: Path) -> None:
     made = plan(*HERE)
     script = elsewhere.docker_files(made)["local/run.sh"]
-    assert subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True).returncode == 0
+    for shell in ("sh", "bash"):
+        assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).returncode == 0
     lines = [shlex.split(line) for line in script.splitlines() if line.startswith("docker run")]
     assert lines == [elsewhere.docker_run(made, rank) for rank in made.ranks]
     assert shlex.join(["docker", "network", "create", made.project]) in script
@@ -95,11 +115,74 @@ def test_the_manifest_holds_against_the_schema_and_places_ranks_by_the_pods_inde
     assert "secretName" in json.dumps(manifest) and "ports" in group["leaderTemplate"]["spec"]["containers"][0]
 
 
-def test_the_check_finds_faults() -> None:
-    manifest = elsewhere.leader_worker_set(plan(*TWO), "a/b:1", "model")
-    manifest["spec"]["leaderWorkerTemplate"]["restartPolicy"] = "Sometimes"
-    manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["volumeMount"] = []
-    assert len(check(manifest, SCHEMA)) == 2
+FAULTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda lws: lws["spec"]["leaderWorkerTemplate"].update(restartPolicy="Sometimes"), "Sometimes"),
+    (lambda lws: container_of(lws).update(volumeMount=[]), "unknown volumeMount"),
+    (lambda lws: container_of(lws).pop("image"), "no image"),
+    (lambda lws: container_of(lws)["env"].append({"name": "A-B", "value": "x"}), "A-B"),
+    (lambda lws: container_of(lws)["env"].append({"name": "A", "value": 1}), "1 is no string"),
+    (lambda lws: lws["spec"].update(replicas=True), "True is no integer"),
+    (lambda lws: lws["metadata"].update(name="Demo"), "Demo"),
+    (lambda lws: lws["spec"]["leaderWorkerTemplate"].pop("workerTemplate"), "no workerTemplate"),
+]
+
+
+def container_of(lws: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = lws["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
+    return found
+
+
+@pytest.mark.parametrize(("spoil", "says"), FAULTS, ids=[says for _, says in FAULTS])
+def test_the_check_finds_faults(spoil: Callable[[dict[str, Any]], object], says: str) -> None:
+    manifest = json.loads(json.dumps(elsewhere.leader_worker_set(plan(*TWO), "a/b:1", "model")))
+    spoil(manifest)
+    assert [says in one for one in check(manifest, SCHEMA)] == [True]
+
+
+def many() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Manifests of every shipped recipe of two nodes, GPU ones on played Sparks among them."""
+    sparks = [replace(node_facts(Spark(number=n)), name=f"spark{n}") for n in (1, 2)]
+    for ref in [path.stem for path in recipes.shipped()]:
+        recipe = recipes.load(ref)
+        nodes = sparks if recipe.fabric.require == "rdma" else list(TWO)
+        yield ref, elsewhere.leader_worker_set(plan(*nodes[: recipe.parallel.nodes], ref=ref), "a/b:1", "model")
+
+
+@pytest.mark.parametrize(("sets", "gpus"), [((), "1"), (("parallel.tensor=8", "parallel.pipeline=2"), "8")])
+def test_a_pod_asks_for_a_gpu_for_each_of_its_ranks(sets: tuple[str, ...], gpus: str) -> None:
+    manifest = elsewhere.leader_worker_set(
+        plan(*TWO, ref="llama-3.3-70b-2x-spark", sets=("fabric.require=any", *sets)), "a/b:1", "m"
+    )
+    assert container_of(manifest)["resources"] == {"limits": {"nvidia.com/gpu": gpus}}
+
+
+def test_manifests_of_all_shipped_recipes_hold() -> None:
+    assert {ref: faults for ref, manifest in many() if (faults := check(manifest, SCHEMA))} == {}
+
+
+CLIENT = "kubernetes==37.0.2"  # whose models refuse what they do not know, and other types
+BY_THE_CLIENT = """
+import json, sys
+from kubernetes.client import V1PodTemplateSpec
+for template in json.load(sys.stdin):
+    V1PodTemplateSpec.model_validate_json(json.dumps(template))
+try:
+    V1PodTemplateSpec.model_validate_json('{"spec": {"containers": [{"name": "a", "volumeMount": []}]}}')
+except ValueError:
+    print("checked")
+"""
+
+
+@pytest.mark.full
+def test_the_pods_hold_by_the_models_of_kubernetes_own_client(tmp_path: Path) -> None:
+    """Given the client of Kubernetes from PyPI, then it takes every pod of every shipped recipe."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "client"], check=True)
+    python = tmp_path / "client" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--only-binary", ":all:", CLIENT], check=True)
+    groups = [manifest["spec"]["leaderWorkerTemplate"] for _, manifest in many()]
+    templates = [one[key] for one in groups for key in ("leaderTemplate", "workerTemplate")]
+    done = subprocess.run([python, "-c", BY_THE_CLIENT], input=json.dumps(templates), text=True, capture_output=True)
+    assert done.stdout == "checked\n", done.stderr[-2000:]
 
 
 def test_ranks_of_one_engine_are_no_pods() -> None:
