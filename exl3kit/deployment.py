@@ -159,6 +159,7 @@ def plan(
     generation: str,
     *,
     api_key: bool = False,
+    kernel_table: str | None = None,
 ) -> Deployment:
     """The deployment of a recipe.
 
@@ -169,6 +170,7 @@ def plan(
     model_dirs: directory of the weights on each node.
     generation: name of this incarnation of the gang; ranks of different generations never belong together.
     api_key: whether the API asks for a key (from a file that the kit puts on the head).
+    kernel_table: from `kernel_table.of`, for every rank.
 
     Raises `KitError` (preflight) for ranks on two nodes of which one has no address that the other could reach.
     """
@@ -189,6 +191,8 @@ def plan(
         listen = "0.0.0.0" if bridge else publish
         env = environment(recipe, number, placement, facts, bridge=bridge)
         env |= identity(recipe, number, stamp, generation, key=key_file is not None, peers=peers)
+        if kernel_table is not None:
+            env["EXL3_KERNEL_TABLE"] = kernel_table
         ranks.append(
             Rank(
                 rank=number,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from exl3kit import deployment as plans
-from exl3kit import facts, lock, rank_env
+from exl3kit import facts, kernel_table, lock, rank_env
 from exl3kit import weights as weight_files
 from exl3kit.errors import KitError
 
@@ -50,8 +50,13 @@ def look(recipe: Recipe, nodes: Sequence[Node]) -> DryRun:
     except KitError as away:
         refusals.append(away)
         folders = {node.name: f"{asked[node.name].cache}/weights/{UNKNOWN}" for node in used}
+    table = None
+    try:
+        table = kernel_table.of(recipe, [asked[node.name] for node in used])
+    except KitError as unfit:
+        refusals.append(unfit)
     key = recipe.serve.api_key_file is not None
-    deployment = plans.plan(recipe, stamp, placement, asked, folders, GENERATION, api_key=key)
+    deployment = plans.plan(recipe, stamp, placement, asked, folders, GENERATION, api_key=key, kernel_table=table)
     environment = rank_env.of_deployment(recipe, used, placement, asked, deployment)
     return DryRun(deployment, environment, tuple(refusals))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from exl3kit import deployment as plans
@@ -75,8 +76,18 @@ def docker_files(deployment: Deployment) -> dict[str, str]:
         lines += [shlex.join(docker_run(deployment, rank)) for rank in ranks]
         written[f"{node}/run.sh"] = "\n".join(lines) + "\n"
         for rank in ranks:
-            written[f"{node}/{rank.service}.env"] = render.env_file(rank.env)
+            written[f"{node}/{rank.service}.env"] = env_file(rank.env)
     return written
+
+
+def env_file(env: Mapping[str, str]) -> str:
+    """An env file as `docker run` reads it: values as they are, where compose would have some in quotes.
+
+    Raises `KitError` for a value of several lines.
+    """
+    for name, value in env.items():
+        render.env_value(name, value)
+    return "".join(f"{name}={env[name]}\n" for name in sorted(env))
 
 
 def leader_worker_set(deployment: Deployment, image: str, claim: str) -> dict[str, Any]:

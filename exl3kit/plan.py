@@ -167,6 +167,8 @@ def runs(recipe: Recipe, config: Mapping[str, Any]) -> list[tuple[str, str]]:
         0: ("fused at every number of rows", "exl3.prefill_reconstruct_m is 0"),
     }.get(rows, (f"decoded once and cuBLAS from {rows} rows", "exl3.prefill_reconstruct_m"))
     told.append((f"dense layers: {dense[0]}", dense[1]))
+    if exl3.kernel_table is not None:
+        told.append(("tiles as measured", f"exl3.kernel_table, {exl3.kernel_table}; refused on another GPU"))
     if recipe.serve.enforce_eager:
         told.append(("no graphs", "serve.enforce_eager"))
     else:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from exl3kit.recipe import Recipe
 
 MASK = "********"
-OF_THE_RECIPE = ("EXL3_TIER", "EXL3_STALL_S", *recipe_rules.EXL3_FLAGS, *recipe_rules.EXL3_NUMBERS)  # keys outside env
+OF_THE_RECIPE = (  # keys outside env
+    *("EXL3_TIER", "EXL3_KERNEL_TABLE", "EXL3_STALL_S"),
+    *recipe_rules.EXL3_FLAGS,
+    *recipe_rules.EXL3_NUMBERS,
+)
 
 
 @dataclass(frozen=True)

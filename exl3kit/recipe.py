@@ -343,6 +343,11 @@ class Exl3(Section):
         default="auto", description="Rows from which a dense layer is reconstructed first; 0 never."
     )
     graph_decode: bool = Field(default=False, description="Decode inside captured CUDA graphs.")
+    kernel_table: File | None = Field(
+        default=None,
+        description="Tile and crossover choices measured on this GPU: table.json of `kit bench kernels`, relative to "
+        "the naming file.",
+    )
 
 
 class Probe(Section):
@@ -382,6 +387,7 @@ class Recipe(Section):
             tier=self.exl3.tier,
             prefill_reconstruct_m=self.exl3.prefill_reconstruct_m,
             graph_decode=self.exl3.graph_decode,
+            kernel_table=self.exl3.kernel_table is not None,
             eager=self.serve.enforce_eager,
             max_model_len=self.serve.max_model_len,
             answer=self.probe.max_tokens,

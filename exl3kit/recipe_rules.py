@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "VLLM_HOST_IP"), _PER_RANK),
     **dict.fromkeys(("EXL3_API", "EXL3_GENERATION", "EXL3_MODEL_DIR", "EXL3_RANK", "EXL3_RECEIPT_DIR"), _PER_RANK),
     **dict.fromkeys(("EXL3_API_KEY_FILE", "EXL3_RUN_DIR", "EXL3_STAMP"), _PER_RANK),
+    "EXL3_KERNEL_TABLE": "set exl3.kernel_table",
     "EXL3_TIER": "set exl3.tier",
     "VLLM_API_KEY": _SECRET + "; set serve.api_key_file",
     **dict.fromkeys(("PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP"), _IMAGE),
@@ -141,6 +142,7 @@ def recipe_faults(
     tier: str,
     prefill_reconstruct_m: int | str,
     graph_decode: bool,
+    kernel_table: bool,
     eager: bool,
     max_model_len: int | None,
     answer: int,
@@ -151,6 +153,9 @@ def recipe_faults(
     if graph_decode and (eager or on_cpu):
         why = "serve.enforce_eager turns them off" if eager else "a +cpu image has none"
         faults.append(Fault(("exl3", "graph_decode"), f"decode is captured in CUDA graphs, and {why}", "remove it"))
+    if kernel_table and (on_cpu or tier == "none"):
+        why = "a +cpu image has none" if on_cpu else "exl3.tier none runs none"
+        faults.append(Fault(("exl3", "kernel_table"), f"it is for the EXL3 kernels, and {why}", "remove it"))
     if max_model_len is not None and answer >= max_model_len:
         what = f"{answer} tokens and the prompt do not fit into serve.max_model_len {max_model_len}"
         faults.append(Fault(("probe", "max_tokens"), what, "ask for fewer"))

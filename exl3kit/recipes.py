@@ -21,7 +21,7 @@ from exl3kit.yaml_source import Entry, Fields, Node, Scalar
 MAX_CHAIN = 8  # files in a chain of extends; a longer one is a mistake or a loop
 PATIENCE_S = 10  # for the writer of a recipe that comes through a pipe
 OWN_KEYS = ("recipe", "name", "purpose")  # what a file says of itself is never inherited
-PATHS = (("model", "path"), ("serve", "api_key_file"))  # relative to the file that names them
+PATHS = (("model", "path"), ("serve", "api_key_file"), ("exl3", "kernel_table"))  # relative to the file that names them
 
 
 @dataclass(frozen=True)

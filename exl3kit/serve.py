@@ -23,6 +23,7 @@ from exl3kit import (
     facts,
     image,
     image_store,
+    kernel_table,
     lock,
     node_files,
     ports,
@@ -88,7 +89,11 @@ class Ground:
             node.name: weight_files.directory_on(node, self.facts[node.name], self.weights) for node in self.nodes
         }
         key = self.recipe.serve.api_key_file is not None
-        return plans.plan(self.recipe, self.lock.stamp, self.placement, self.facts, folders, generation, api_key=key)
+        table = kernel_table.of(self.recipe, [self.facts[node.name] for node in self.nodes])
+        stamp, placement = self.lock.stamp, self.placement
+        return plans.plan(
+            self.recipe, stamp, placement, self.facts, folders, generation, api_key=key, kernel_table=table
+        )
 
 
 @dataclass(frozen=True)

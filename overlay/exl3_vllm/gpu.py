@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from exl3_vllm.packed_ops import PackedPart
 from exl3_vllm.tiers import GROUPED_SYMBOLS, KERNEL_SYMBOLS, REBUILD, Resolution
 
 TABLE = "EXL3_KERNEL_TABLE"
-"""Environment: the file that `exl3_vllm.bench --write-table` wrote on this machine."""
+"""Environment: the table that `exl3_vllm.bench --write-table` wrote on this machine, or the path of its file."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,8 @@ def begin(graph_decode: bool, limits: Limits) -> None:
     ------
     SettingError: VLLM_EXL3_GRAPH_DECODE=0 and vLLM would capture graphs, or the table is not this GPU's.
     """
-    file = os.environ.get(TABLE)
-    DISPATCH.choose(kernels.gpu_of(torch.device("cuda", torch.cuda.current_device())), Path(file) if file else None)
+    told = os.environ.get(TABLE) or None
+    DISPATCH.choose(kernels.gpu_of(torch.device("cuda", torch.cuda.current_device())), told)
     DISPATCH.graphs = graph_decode
     if not graph_decode and limits.graphs != "NONE":
         what = f"makes EXL3 layers refuse CUDA graphs, and this start captures {limits.graphs}, up to {limits.captured}"

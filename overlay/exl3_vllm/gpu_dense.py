@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,25 +42,24 @@ class Dispatch:
     source: str = "none"
     graphs: bool = True
 
-    def choose(self, gpu: Gpu, file: Path | None) -> None:
-        """Take the measured table of `file`, or the built-in one.
+    def choose(self, gpu: Gpu, told: str | None) -> None:
+        """Take the measured table that `told` is or names the file of, or the built-in one.
 
         Raises
         ------
-        SettingError: the file can not be read, or was measured on another GPU.
+        SettingError: it can not be read, or was measured on another GPU.
         """
-        if file is None:
+        if told is None:
             self.table = plans.table_for(gpu)
             kind = "modelled" if self.table is plans.SM12X else "measured on an H200"
             self.source = f"built in, {kind}"
             return
         try:
-            self.table = plans.load_table(file, gpu)
+            self.table = plans.load_table(told, gpu)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettingError(
-                f"EXL3_KERNEL_TABLE={file}", f"can not be used ({error})", "Run the bench here"
-            ) from error
-        self.source = f"measured here, {json.dumps(str(file))}"
+            where = f"EXL3_KERNEL_TABLE, {plans.name_of(told)}"
+            raise SettingError(where, f"can not be used ({error})", "Run the bench here") from error
+        self.source = f"measured here, {json.dumps(plans.name_of(told))}"
 
     def of(self, gpu: Gpu) -> Table:
         if self.table is None:

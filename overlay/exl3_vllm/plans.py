@@ -105,12 +105,14 @@ def table_for(gpu: Gpu) -> Table:
     return H200 if gpu.capability < (12, 0) else SM12X
 
 
-def load_table(path: Path, gpu: Gpu) -> Table:
-    """The built-in table with the choices that the bench wrote to ``path``, if it wrote them on such a GPU.
+def load_table(told: str, gpu: Gpu) -> Table:
+    """The table that the bench wrote, if it wrote it on such a GPU.
 
-    Raises ValueError when the file is for another GPU or names an unknown choice.
+    ``told`` is the JSON itself, or the path of a file that holds it. Raises ValueError when it is for another GPU or
+    names an unknown choice, OSError when the file cannot be read.
     """
-    content = json.loads(path.read_text())
+    path = name_of(told)
+    content = json.loads(told if told.startswith("{") else Path(told).read_text())
     if tuple(content["capability"]) != gpu.capability or content["sms"] != gpu.sms:
         raise ValueError(
             f"{path}: measured on capability {content['capability']} with {content['sms']} SMs, "
@@ -122,6 +124,11 @@ def load_table(path: Path, gpu: Gpu) -> Table:
         return Table(**choices)
     except TypeError as unknown:
         raise ValueError(f"{path}: {unknown}; run the bench of this version") from unknown
+
+
+def name_of(told: str) -> str:
+    """What a table is called in words: its file, unless it was given whole."""
+    return "the recipe's table" if told.startswith("{") else told
 
 
 def splits_for(table: Table, gpu: Gpu, tiles: int, k: int, rows: int, columns: int) -> int:

@@ -91,6 +91,17 @@ def test_the_scripts_lines_are_what_a_shell_reads(tmp_path: Path) -> None:
     assert not any("secret" in line and "readonly" not in line for line in script.splitlines() if "--mount" in line)
 
 
+def test_the_env_file_is_what_docker_run_reads() -> None:
+    """Given values with blanks, quotes and braces, then each line is the name, `=`, and the value as it is."""
+    odd = {"A": 'two "words" $x', "B": "it's", "C": '{"a": [1]}', "D": ""}
+    made = plan(*TWO, sets=(f"serve.env={json.dumps(odd)}",))
+    for rank in made.ranks:
+        lines = elsewhere.docker_files(made)[f"{rank.node}/{rank.service}.env"].splitlines()
+        assert dict(line.split("=", 1) for line in lines) == rank.env
+    with pytest.raises(KitError, match="line break"):
+        elsewhere.env_file({"A": "one\ntwo"})
+
+
 def test_a_mount_with_commas_is_quoted() -> None:
     assert elsewhere.mount("bind", "/a,b", "/c", read_only=True)[1] == 'type=bind,"source=/a,b",target=/c,readonly'
 

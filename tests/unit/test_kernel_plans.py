@@ -75,9 +75,10 @@ def test_a_grid_that_fills_the_gpu_is_not_cut() -> None:
 def test_a_written_table_is_read_back_on_its_own_gpu_only(tmp_path: Path) -> None:
     table, path = replace(SM12X, fused_rows=777), tmp_path / "table.json"
     path.write_text(json.dumps({"capability": SPARK.capability, "sms": SPARK.sms, "table": asdict(table)}))
-    assert plans.load_table(path, SPARK) == table
-    with pytest.raises(ValueError, match="run the bench here"):
-        plans.load_table(path, RTX)
+    assert plans.load_table(str(path), SPARK) == plans.load_table(path.read_text(), SPARK) == table
+    for told, called in ((str(path), "table.json"), (path.read_text(), "the recipe's table")):
+        with pytest.raises(ValueError, match=f"{called}: measured on .* run the bench here"):
+            plans.load_table(told, RTX)
     path.write_text(json.dumps({"capability": [12, 1], "sms": 48, "table": asdict(table) | {"speed": 9}}))
     with pytest.raises(ValueError, match="speed"):
-        plans.load_table(path, SPARK)
+        plans.load_table(str(path), SPARK)

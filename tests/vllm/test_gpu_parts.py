@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,9 @@ def test_sums_of_a_wide_product_stay_within_their_bound() -> None:
         assert 4 * chunk * columns <= gpu_dense.CHUNK_BYTES or chunk == 256
 
 
+TABLE = {**asdict(plans.H200), "fused_rows": 777}
+
+
 def test_dispatch_says_where_its_table_is_from(tmp_path: Path) -> None:
     choice = Dispatch()
     choice.choose(HOPPER, None)
@@ -102,8 +107,11 @@ def test_dispatch_says_where_its_table_is_from(tmp_path: Path) -> None:
     assert choice.source == "built in, modelled"
     file = tmp_path / "table.json"
     file.write_text('{"capability": [9, 0], "sms": 78, "table": {}}')
-    with pytest.raises(SettingError, match=r"EXL3_KERNEL_TABLE=.*table\.json: can not be used .*78 SMs"):
-        choice.choose(HOPPER, file)
+    for told, called in ((str(file), r".*table\.json"), (file.read_text(), "the recipe's table")):
+        with pytest.raises(SettingError, match=f"EXL3_KERNEL_TABLE, {called}: can not be used .*78 SMs"):
+            choice.choose(HOPPER, told)
+    choice.choose(HOPPER, json.dumps({"capability": HOPPER.capability, "sms": HOPPER.sms, "table": TABLE}))
+    assert choice.source == 'measured here, "the recipe\'s table"' and choice.of(HOPPER).fused_rows == 777
 
 
 def start(mode: str, sizes: list[int], eager: bool = False) -> Any:
