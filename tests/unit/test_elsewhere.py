@@ -19,6 +19,7 @@ from spark_nodes import Spark, node_facts
 from test_render import HERE, TWO, plan
 
 from exl3kit import elsewhere, recipes, render
+from exl3kit.deployment import NodeFacts
 from exl3kit.errors import KitError
 
 SCHEMA: dict[str, Any] = json.loads((Path(__file__).parent / "leader_worker_set.schema.json").read_text())
@@ -89,6 +90,37 @@ def test_the_scripts_lines_are_what_a_shell_reads(tmp_path: Path) -> None:
     assert lines == [elsewhere.docker_run(made, rank) for rank in made.ranks]
     assert shlex.join(["docker", "network", "create", made.project]) in script
     assert not any("secret" in line and "readonly" not in line for line in script.splitlines() if "--mount" in line)
+
+
+RECORDER = """#!/bin/sh
+# Stands for docker: one line for each word that it was given, and `--` after each call.
+for word; do printf '%s\\n' "$word"; done >> "$RECORD"
+echo -- >> "$RECORD"
+case "$*" in *--env-file*) test -f "$(echo "$*" | sed 's/.*--env-file \\([^ ]*\\) .*/\\1/')" ;; esac
+"""
+
+
+@pytest.mark.parametrize("nodes", [TWO, HERE], ids=["two nodes", "one engine"])
+def test_the_script_runs_from_anywhere_and_calls_docker_with_the_argv_of_compose(
+    nodes: tuple[NodeFacts, ...], tmp_path: Path
+) -> None:
+    made = plan(*nodes)
+    for path in render.write_files(elsewhere.docker_files(made), tmp_path / "out"):
+        if path.name != "run.sh":
+            continue
+        record, tools = tmp_path / f"{path.parent.name}.txt", tmp_path / "bin"
+        tools.mkdir(exist_ok=True)
+        (tools / "docker").write_text(RECORDER)
+        (tools / "docker").chmod(0o755)
+        # when an operator runs it from another folder
+        environment = {"PATH": f"{tools}:/usr/bin:/bin", "RECORD": str(record)}
+        done = subprocess.run(["sh", path], cwd="/", env=environment, capture_output=True, text=True)
+        # then docker gets the words that are planned, and the env files are where it looks for them
+        assert done.returncode == 0, done.stderr
+        node = path.parent.name
+        wanted = [["docker", "network", "create", made.project]] if made.bridge else []
+        wanted += [elsewhere.docker_run(made, rank) for rank in made.on(node)]
+        assert record.read_text() == "".join("\n".join([*argv[1:], "--", ""]) for argv in wanted)
 
 
 def test_the_env_file_is_what_docker_run_reads() -> None:
