@@ -15,6 +15,7 @@ STAMP = "io.exl3kit.stamp"
 LOCK = "io.exl3kit.lock"
 ENVIRONMENT = "io.exl3kit.environment"  # of every image that has the wheels, Python among them
 
+MADE_FROM = "io.exl3kit.made-from"  # tag of an image that it was made from and does not lie on, for `kit image prune`
 
 PREVIOUS = ".previous"  # ends the tag of what a recipe's moving tag led to before
 

@@ -29,7 +29,7 @@ from exl3kit import (
     wheels,
 )
 from exl3kit import lock as locks
-from exl3kit.built_image import ENVIRONMENT, LOCK, PREVIOUS, REPOSITORY, STAMP, BuiltImage, described, find
+from exl3kit.built_image import ENVIRONMENT, LOCK, MADE_FROM, PREVIOUS, REPOSITORY, STAMP, BuiltImage, described, find
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -162,9 +162,10 @@ def _move_tag(node: Node, built: BuiltImage, name: str) -> None:
 
 def _image_request(lock: Lock, environment: str, kernels: str | None, cache: bool) -> builders.Request:
     args = {**lock.data["build_args"], "ENVIRONMENT": environment, "BASE": "scratch"}
+    made_from = {}
     if kernels is not None:
-        args["KERNELS"] = kernels
-    return builders.Request(lock.tag, args, labels(lock), context.for_image(lock), cache)
+        args["KERNELS"] = made_from[MADE_FROM] = kernels
+    return builders.Request(lock.tag, args, labels(lock) | made_from, context.for_image(lock), cache)
 
 
 def labels(lock: Lock) -> dict[str, str]:

@@ -11,20 +11,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from exl3kit import built_image, image, side_by_side
-from exl3kit.built_image import LOCK, PREVIOUS, REPOSITORY, STAMP, BuiltImage
+from exl3kit.built_image import LOCK, MADE_FROM, PREVIOUS, REPOSITORY, STAMP, BuiltImage
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.lock import Lock
 
 if TYPE_CHECKING:
-    from docker.models.images import Image
-
     from exl3kit.nodes import Node
     from exl3kit.progress import Progress
 
 
 @dataclass(frozen=True)
 class Held:
-    """An image of the kit on one node: `names` are the recipes whose moving tag leads to it, `users` its containers."""
+    """An image of the kit on one node: `names` are the recipes whose moving tag leads to it, `users` its containers.
+
+    `made_from` is the tag of the image with its kernels, empty where it has none.
+    """
 
     node: str
     image: BuiltImage
@@ -32,6 +33,7 @@ class Held:
     names: tuple[str, ...]
     previous_of: tuple[str, ...]
     users: tuple[str, ...]
+    made_from: str = ""
 
     @property
     def age_seconds(self) -> float:
@@ -73,6 +75,7 @@ def _held(node: Node) -> list[Held]:
                 tuple(name for name in moving if not name.endswith(PREVIOUS)),
                 tuple(name.removesuffix(PREVIOUS) for name in moving if name.endswith(PREVIOUS)),
                 tuple(users.get(str(one.id), ())),
+                one.labels.get(MADE_FROM, ""),
             )
         )
     return sorted(found, key=lambda held: held.made, reverse=True)
@@ -86,8 +89,39 @@ def superfluous(held: Sequence[Held], keep: int) -> list[Held]:
     return [one for one in held[keep:] if not (one.users or one.names or one.previous_of)]
 
 
+@dataclass(frozen=True)
+class Part:
+    """An image that others are made from: they lie on its layers, or name its tag as what they were `made_from`."""
+
+    tag: str
+    layers: tuple[str, ...]
+    size: int
+    made_from: str = ""
+
+
+PARTS = ("exl3kit-env", "exl3kit-base", "exl3kit-kernels", "exl3kit-builder")  # each after all that is made from it
+
+
+def superfluous_parts(parts: Mapping[str, Sequence[Part]], staying: Sequence[Held]) -> list[Part]:
+    """Of one node's parts, by repository and newest first: those that nothing which stays was made from.
+
+    The newest of each stays: the next build starts from that, whatever was made from it now.
+    """
+    layers = [one.image.layers for one in staying]
+    named = {one.made_from for one in staying}
+    going = []
+    for repository in PARTS:
+        for place, part in enumerate(parts.get(repository, ())):
+            if place == 0 or part.tag in named or _is_below(part.layers, layers):
+                layers.append(part.layers)
+                named.add(part.made_from)
+            else:
+                going.append(part)
+    return going
+
+
 def prune(nodes: Sequence[Node], keep: int, *, dry_run: bool) -> list[Removal]:
-    """Remove the superfluous images of every node, and the environments that no image is left of."""
+    """Remove the superfluous images of every node, and with them the parts that nothing is left of."""
     jobs = (partial(_prune, node, keep, dry_run) for node in nodes)
     return [removal for removals in side_by_side.run(*jobs) for removal in removals]
 
@@ -97,25 +131,28 @@ def _prune(node: Node, keep: int, dry_run: bool) -> list[Removal]:
 
     held = _held(node)
     going = superfluous(held, keep)
-    staying = [one.image.layers for one in held if one not in going]
     gone = [Removal(node.name, one.image.tag, one.image.size) for one in going]
-    below = [
-        Removal(node.name, tag, int(one.attrs["Size"]))
-        for tag, one in (_environments(node)[1:] if going else [])
-        if not _is_below(one.attrs["RootFS"].get("Layers") or (), staying)
-    ]
-    for removal in [] if dry_run else [*gone, *below]:
+    if going:
+        found = {repository: _parts(node, repository) for repository in PARTS}
+        parts = superfluous_parts(found, [one for one in held if one not in going])
+        gone += [Removal(node.name, part.tag, part.size) for part in parts]
+    for removal in [] if dry_run else gone:
         try:
             node.engine.images.remove(removal.tag)
         except APIError as error:
             raise node.error(f"{removal.tag} cannot be removed", why=error.explanation, code=ExitCode.FAULT) from error
-    return [*gone, *below]
+    return gone
 
 
-def _environments(node: Node) -> list[tuple[str, Image]]:
-    """(tag, image) of each environment, newest first: the next build starts from that, whatever lies on it now."""
-    found = [(tag, one) for one in node.engine.images.list(name=f"{REPOSITORY}-env") for tag in one.tags]
-    return sorted(found, key=lambda pair: str(pair[1].attrs["Created"]), reverse=True)
+def _parts(node: Node, repository: str) -> list[Part]:
+    """The node's images of a repository, newest first."""
+    found = sorted(node.engine.images.list(name=repository), key=lambda one: str(one.attrs["Created"]), reverse=True)
+    return [
+        Part(tag, tuple(one.attrs["RootFS"].get("Layers") or ()), int(one.attrs["Size"]), one.labels.get(MADE_FROM, ""))
+        for one in found
+        for tag in one.tags
+        if tag.startswith(f"{repository}:")
+    ]
 
 
 def _is_below(layers: Sequence[str], images: Iterable[Sequence[str]]) -> bool:

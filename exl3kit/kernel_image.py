@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl3kit import builders, context, kernel_builder, offline, paths, rootfs, symbols, wheels
+from exl3kit.built_image import MADE_FROM
 from exl3kit.errors import ExitCode
 from exl3kit.pins import Rootfs, Wheel
 
@@ -110,7 +111,7 @@ def ensure(stage: Stage, node: Node, progress: Progress, *, cache: bool = True) 
     house = fetch(stage, progress)
     builder = _ensure_builder(stage, node, progress)
     _check_room(node)
-    labels = {KEY: stage.key, symbols.KERNELS_LABEL: f"/{symbols.LIBRARY}"}
+    labels = {KEY: stage.key, symbols.KERNELS_LABEL: f"/{symbols.LIBRARY}", MADE_FROM: builder}
     request = builders.Request(stage.tag, {**stage.args, "BUILDER": builder}, labels, stage.entries(house), cache)
     with progress.stage("kernels") as told:
         builders.build(request, node, told, progress)

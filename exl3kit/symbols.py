@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import image_program, paths
+from exl3kit import image_program, offline, paths, wheels
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.pins import Wheel
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -84,13 +85,33 @@ def need_of(recipe: Recipe) -> Need:
     return Need(tuple(image.arch), rates, codebooks, recipe.exl3.tier, host)
 
 
+def reader_wheels() -> list[Wheel]:
+    """The wheels of the programs by which this machine reads a library, for whatever machine that was compiled."""
+    return [Wheel(one["name"], one["version"], one["filename"], one["sha256"]) for one in _locked_readers()]
+
+
+def _locked_readers() -> list[dict[str, str]]:
+    locked: list[dict[str, str]] = json.loads(LOCK.read_text(encoding="utf-8"))["wheels"]
+    found = [wheel for wheel in locked if wheel["machine"] == this_machine() and wheel["role"] == "inspect"]
+    return sorted(found, key=lambda wheel: wheel["filename"])
+
+
+def _readers_from(tree: Path) -> list[str]:
+    """Where build.py finds the readers, as options. Raises KitError (preflight) when offline and they are nowhere."""
+    house, stamp = paths.wheelhouse(), tree / "toolchain.json"
+    missing = [wheel for wheel in reader_wheels() if not wheels.intact(house, wheel)]
+    if missing and not (stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == _locked_readers()):
+        offline.refuse([f"the wheel {wheel.requirement}" for wheel in missing])
+    return [] if missing else ["--wheels", str(house)]
+
+
 def install(progress: Progress, hosts: tuple[str, ...] = ()) -> Path:
     """The toolchain folder in the cache, from the locked wheels; without ``hosts`` only the readers of binaries."""
     into = paths.cache_dir("toolchain") / LOCK.stem.removesuffix("-toolchain")
     with progress.stage("toolchain from locked wheels"):
         base = ["toolchain", "--lock", str(LOCK), "--into", str(into)]
         if not hosts:
-            run_build([*base, "--readers-only"], progress)
+            run_build([*base, "--readers-only", *_readers_from(into / f"inspect-{this_machine()}")], progress)
         for host in hosts:
             run_build([*base, "--host", host, "--torch-headers"], progress)
     return into

@@ -6,11 +6,11 @@ What a container registry holds is not among it: an engine pulls that itself, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exl3kit import kernel_image, lock, paths, pins, rootfs, wheels
+from exl3kit import kernel_image, lock, paths, pins, rootfs, symbols, wheels
 
 if TYPE_CHECKING:
     from exl3kit.lock import Lock
@@ -34,8 +34,17 @@ class Sources:
         return kernel_image.Stage(self.lock, platform, platform) if self.lock.data["arch"] else None
 
     @property
+    def readers(self) -> Pins | None:
+        """By what this machine, which may be of another kind than the engine's, reads the compiled library."""
+        if self.kernels is None:
+            return None
+        found = tuple(symbols.reader_wheels())
+        return replace(self.pinned, platform=pins.host(), wheels=found, path=symbols.LOCK)
+
+    @property
     def wheels(self) -> list[Wheel]:
-        return [*self.pinned.wheels, *(self.kernels.wheels if self.kernels else ())]
+        of_kernels = [*self.kernels.wheels, *symbols.reader_wheels()] if self.kernels else []
+        return [*self.pinned.wheels, *of_kernels]
 
     @property
     def rootfs(self) -> list[tuple[pins.Rootfs, str]]:
@@ -61,6 +70,9 @@ def fetch(sources: Sources, progress: Progress) -> None:
         stage.conclude(f"{len(sources.pinned.wheels)} wheels")
     if sources.kernels:
         kernel_image.fetch(sources.kernels, progress)
+    if sources.readers:
+        with progress.stage("readers of the library") as stage:
+            wheels.fetch(sources.readers, stage)
     for base, platform in sources.rootfs:
         with progress.stage(f"root file system of {base.suite}") as stage:
             rootfs.make(base, platform, stage)

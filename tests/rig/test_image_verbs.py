@@ -55,11 +55,11 @@ class Generations:
             builders.build(builders.Request(made.tag, {}, labels, entries), node, stage, progress)
         return made
 
-    def environment(self, node: nodes.Node, name: str) -> None:
+    def part(self, node: nodes.Node, tag: str) -> None:
         entries = [context.Entry("Dockerfile", f"FROM {self._tiny}\nRUN echo {os.urandom(8).hex()} > /x\n".encode())]
         progress = quiet()
-        with progress.stage("environment") as stage:
-            builders.build(builders.Request(f"exl3kit-env:{name}", {}, {}, entries), node, stage, progress)
+        with progress.stage("part") as stage:
+            builders.build(builders.Request(tag, {}, {}, entries), node, stage, progress)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def generations(tiny_image: str) -> Iterator[Generations]:
             for one in node.engine.images.list(filters={"label": built_image.STAMP}):
                 if json.loads(one.labels[built_image.LOCK])["rates"] != made.data["rates"]:
                     node.engine.images.remove(str(one.id), force=True)
-            for name in ("old", "new"):
-                for one in node.engine.images.list(name=f"exl3kit-env:{name}"):
+            for name in ("env:old", "env:new", "kernels:old", "kernels:new"):
+                for one in node.engine.images.list(name=f"exl3kit-{name}"):
                     node.engine.images.remove(str(one.id), force=True)
 
 
@@ -112,9 +112,9 @@ def test_prune_keeps_what_is_new_used_or_needed(rig: Rig, generations: Generatio
     # given four images, the oldest of them in use
     with nodes.open_nodes("node1") as (node,):
         made = [generations.make(node, number) for number in (3, 4, 5, 6)]
-        # and two environments that no image lies on: the newest is what the next build starts from
-        for name in ("old", "new"):
-            generations.environment(node, name)
+        # and environments and kernels that no image is made from: the newest is what the next build starts from
+        for name in ("env:old", "env:new", "kernels:old", "kernels:new"):
+            generations.part(node, f"exl3kit-{name}")
         container = node.engine.containers.create(made[0].tag, ["sleep", "9"])
         try:
             # when
@@ -127,9 +127,10 @@ def test_prune_keeps_what_is_new_used_or_needed(rig: Rig, generations: Generatio
     # then
     going = {one["tag"] for one in would["would_remove"]} & {one.tag for one in made}
     assert going == {made[1].tag, made[2].tag}
-    assert "exl3kit-env:old" in {one["tag"] for one in did["removed"]}
-    assert "exl3kit-env:new" not in {one["tag"] for one in did["removed"]}
-    assert going <= {one["tag"] for one in did["removed"]} and would["removed"] == []
+    gone = {one["tag"] for one in did["removed"]}
+    assert {"exl3kit-env:old", "exl3kit-kernels:old"} <= gone
+    assert not {"exl3kit-env:new", "exl3kit-kernels:new"} & gone
+    assert going <= gone and would["removed"] == []
     assert {one.stamp for one in made} <= before
     assert {made[0].stamp, made[3].stamp} <= after and not {made[1].stamp, made[2].stamp} & after
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rig_hosts import REPOSITORY, Rig
 
-from exl3kit import kernel_image, lock, nodes, recipes
+from exl3kit import kernel_image, lock, nodes, offline, recipes, rootfs, symbols
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.progress import Progress
 
@@ -39,10 +39,18 @@ def stage(host: str, files: list[dict[str, Any]] | None = None) -> kernel_image.
 
 
 @pytest.mark.parametrize("host", ["linux/amd64", "linux/arm64"])
-def test_kernels_are_compiled_without_a_network_and_verified(rig: Rig, node1: nodes.Node, host: str) -> None:
-    # given / when
-    progress = Progress(Console(file=io.StringIO(), width=200))
-    tag = kernel_image.ensure(stage(host), node1, progress)
+def test_kernels_are_compiled_without_a_network_and_verified(
+    rig: Rig, node1: nodes.Node, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given what `kit fetch` brings, and then no network
+    wanted, progress = stage(host), Progress(Console(file=io.StringIO(), width=200))
+    kernel_image.fetch(wanted, progress)
+    rootfs.make(wanted.builder, wanted.platform)
+    symbols.install(progress)
+    monkeypatch.setenv(offline.VARIABLE, "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    # when
+    tag = kernel_image.ensure(wanted, node1, progress)
     # then it holds the library alone, with every symbol for that host
     environment = {**rig.env, "DOCKER_HOST": rig.docker_host("node1")}
     argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", tag, "--json"]

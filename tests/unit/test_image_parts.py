@@ -10,13 +10,14 @@ import json
 import os
 import re
 import tarfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from exl3kit import builders, context, image, paths, pins, recipes, rootfs
+from exl3kit import builders, built_image, context, image, image_store, paths, pins, recipes, rootfs
 from exl3kit import lock as locks
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.progress import Progress
@@ -138,6 +139,54 @@ def test_labels_carry_the_whole_lock_and_nothing_of_the_machine(demo: tuple[Any,
     assert labels["io.exl3kit.stamp"] == hashlib.sha256(labels["io.exl3kit.lock"].encode()).hexdigest()
     assert not any(os.environ["HOME"] in value for value in labels.values() if len(os.environ["HOME"]) > 5)
     assert max(map(len, labels.values())) < 120_000  # one argument of a command line holds 128 KiB
+
+
+# ---- images that are there -------------------------------------------------------------------------------------------
+
+
+def told_by_engine(image_id: str, *layers: str) -> Any:
+    """An image as an engine's API tells it."""
+    from docker.models.images import Image
+
+    labels = {built_image.STAMP: "a" * 64}
+    return Image({"Id": image_id, "Size": 1, "Config": {"Labels": labels}, "RootFS": {"Layers": list(layers)}})
+
+
+def test_case_4_the_same_image_is_known_again_in_another_kind_of_store() -> None:
+    """Given one image whose `.Id` differs from store to store, then it is the same; with another layer it is not."""
+    here, there, other = (
+        built_image.described(told_by_engine(*one), "exl3kit:aaaaaaaaaaaa")
+        for one in (("sha256:1", "x", "y"), ("sha256:2", "x", "y"), ("sha256:1", "x", "z"))
+    )
+    assert here.same_content(there) and not here.same_content(other)
+
+
+def held(*layers: str, made_from: str = "") -> image_store.Held:
+    built = built_image.BuiltImage("exl3kit:x", "a" * 64, layers, 1)
+    return image_store.Held("node1", built, datetime.now(UTC), (), (), (), made_from)
+
+
+def test_prune_keeps_the_parts_of_the_images_that_stay_and_the_newest() -> None:
+    # given an image with kernels and one without, and parts, newest first
+    staying = [held("base1", "env1", "a", made_from="exl3kit-kernels:1"), held("base1", "env1", "b")]
+    part = image_store.Part
+    parts = {
+        "exl3kit-env": [part("exl3kit-env:2", ("base2", "env2"), 1), part("exl3kit-env:1", ("base1", "env1"), 1),
+                        part("exl3kit-env:0", ("base0", "env0"), 1)],
+        "exl3kit-base": [part("exl3kit-base:1", ("base1",), 1), part("exl3kit-base:2", ("base2",), 1),
+                         part("exl3kit-base:0", ("base0",), 1)],
+        "exl3kit-kernels": [part("exl3kit-kernels:2", ("k2",), 1, "exl3kit-builder:2"),
+                            part("exl3kit-kernels:1", ("k1",), 1, "exl3kit-builder:1"),
+                            part("exl3kit-kernels:0", ("k0",), 1, "exl3kit-builder:0")],
+        "exl3kit-builder": [part(f"exl3kit-builder:{number}", (f"b{number}",), 1) for number in (3, 2, 1, 0)],
+    }  # fmt: skip
+    # when
+    going = image_store.superfluous_parts(parts, staying)
+    # then
+    assert [one.tag for one in going] == [f"{repository}:0" for repository in parts]
+    # and without an image the newest of each stay, with what those were made from
+    alone = [one.tag for one in image_store.superfluous_parts(parts, [])]
+    assert "exl3kit-kernels:1" in alone and "exl3kit-builder:2" not in alone
 
 
 # ---- builders --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from exl3kit import context, image, kernel_builder, kernel_image, lock, paths, recipes, symbols
+from exl3kit import (
+    context,
+    image,
+    kernel_builder,
+    kernel_image,
+    lock,
+    paths,
+    pins,
+    recipes,
+    rootfs,
+    symbols,
+    wheelhouse,
+)
 from exl3kit.errors import ExitCode, KitError
 
 CSRC = paths.OVERLAY / "csrc"
@@ -72,6 +84,24 @@ def test_the_builder_is_pinned_for_both_platforms_and_the_cross_build() -> None:
     with pytest.raises(KitError, match="no builder of kernels is pinned for linux/arm64 for linux/amd64") as refused:
         kernel_builder.load("linux/arm64", "linux/amd64")
     assert refused.value.code == ExitCode.PREFLIGHT
+
+
+def test_case_7_what_is_fetched_for_a_node_suffices_to_compile_its_kernels_and_to_read_them_here() -> None:
+    # given an image with kernels for an arm64 node
+    recipe = recipes.load("demo", ["image.platform=linux/arm64"])
+    pinned = pins.load(recipe.image)
+    # when
+    names = {path.name for path in wheelhouse.Sources(recipe, gpu_lock(), pinned).files()}
+    # then its compiler, torch's headers and both root file systems are fetched and bundled, and what reads the result
+    assert any(name.startswith("nvidia_cuda_nvcc-") and "aarch64" in name for name in names)
+    assert lock.toolchain()["torch_headers"]["filename"] in names
+    builder = kernel_builder.load("linux/arm64", "linux/arm64")
+    assert rootfs.place(builder, "linux/arm64").name in names
+    assert isinstance(pinned.base, pins.Rootfs) and rootfs.place(pinned.base, "linux/arm64").name in names
+    here = symbols.this_machine()
+    assert any(name.startswith("nvidia_cuda_cuobjdump-") and here in name for name in names)
+    # and an image without kernels needs none of it
+    assert not wheelhouse.of(recipes.load("demo")).kernels
 
 
 def test_fetched_wheels_are_kept_and_a_damaged_one_is_fetched_anew(tmp_path: Path) -> None:

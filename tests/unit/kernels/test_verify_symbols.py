@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from workshop import REPO
 
-from exl3kit import recipes
+from exl3kit import paths, recipes, wheelhouse, wheels
 from exl3kit import symbols as kernels
 from exl3kit.errors import KitError
 
@@ -24,10 +25,12 @@ image:
 exl3: {tier: kernel}
 """
 
+GPU_RECIPE = "qwen3.8-27b-rtx-pro-6000"
 
-def kit(*words: object) -> subprocess.CompletedProcess[str]:
+
+def kit(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "exl3kit.cli", "verify", "symbols", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=REPO)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=REPO, env=os.environ | env)
 
 
 def test_a_whole_file_passes_and_prints_the_table(native: Path) -> None:
@@ -77,3 +80,20 @@ def test_a_recipe_is_what_its_library_is_held_against(tmp_path: Path) -> None:
 def test_a_recipe_without_gpu_code_has_no_symbols_to_verify() -> None:
     with pytest.raises(KitError, match="asks for no GPU code"):
         kernels.need_of(recipes.load("demo"))
+
+
+def test_case_7_a_library_is_read_without_a_network_after_one_fetch(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a machine without a network, on which nothing was fetched yet
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    alone = {"EXL3KIT_OFFLINE": "1", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    refused = kit(native, **alone)
+    assert refused.returncode == 3 and "the wheel nvidia-cuda-cuobjdump==" in refused.stderr
+    # when its part of `kit fetch` has run
+    sources = wheelhouse.of(recipes.load(GPU_RECIPE))
+    assert sources.readers is not None
+    wheels.fetch(sources.readers)
+    # then the library is read, and what was fetched is part of a bundle
+    assert kit(native, **alone).returncode == 0
+    assert {path.name for path in paths.wheelhouse().iterdir()} <= {path.name for path in sources.files()}
