@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 from demo import wrong_answers
-from engines import held_bytes, kv_tokens, open_engine
+from engines import open_engine
 from logits import options_of, vllm_logits
+from plan_figures import held
 
 
 def main() -> None:
@@ -43,8 +44,7 @@ def serve(model: Path, folder: Path) -> list[tuple[str, str]]:
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
     if (model / "questions.json").exists():
         with open_engine(model, **options) as llm:
-            held = {"weights": held_bytes(llm), "tokens": kv_tokens(llm)}
-            (folder / f"held{os.environ['RANK']}.json").write_text(json.dumps(held))
+            (folder / f"held{os.environ['RANK']}.json").write_text(json.dumps(held(llm)))
             return wrong_answers(llm, model)
     with open_engine(model, **options, **options_of(model.name)) as llm:
         torch.save(vllm_logits(llm), folder / f"logits{os.environ['RANK']}.pt")

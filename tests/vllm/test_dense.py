@@ -12,11 +12,12 @@ import pytest
 import torch
 from demo import changed_copy, flip_marker, other_trellis, questions, wrong_answers
 from exl3_vllm.export import export_dense
+from plan_figures import assert_planned, held
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
 
-def test_five_answers_are_exact_and_the_rank_reports_what_it_loaded(
+def test_five_answers_are_exact_the_rank_reports_what_it_loaded_and_the_plan_foresaw_it(
     engine: Engine, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given a folder for receipts
@@ -24,6 +25,7 @@ def test_five_answers_are_exact_and_the_rank_reports_what_it_loaded(
     # when the demo is loaded and asked
     with engine(models / "demo-dense") as llm:
         wrong = wrong_answers(llm, models / "demo-dense")
+        found = held(llm)
     # then all five answers are exact, and the receipt counts every matrix: 7 in each of 2 layers, and the head
     assert len(questions(models / "demo-dense")) == 5
     assert wrong == []
@@ -34,6 +36,7 @@ def test_five_answers_are_exact_and_the_rank_reports_what_it_loaded(
     assert report["rates"] == {"3": 14, "4": 1}
     assert "not quality" in report["demo"]
     assert (report["effective_tier"], report["tier_reason"]) == ("legacy", "no_moe_layers")
+    assert_planned("demo", 1, found)
 
 
 def test_greedy_text_equals_transformers_on_dequantised_weights(engine: Engine, models: Path, tmp_path: Path) -> None:

@@ -23,13 +23,14 @@ from exl3_vllm.plans import Gpu
 from exl3_vllm.tiers import Resolution
 from safetensors import safe_open
 
-sys.path.append(str(REPO / "scripts" / "gpu_host"))
+sys.path += [str(REPO), str(REPO / "scripts" / "gpu_host")]
 
 import accuracy
 import arms
 import geometries
 
 import models as gpu_models
+from exl3kit import admission
 
 CPU = torch.device("cpu")
 HOPPER, SPARK = Gpu((9, 0), 132), Gpu((12, 1), 48)
@@ -87,6 +88,18 @@ def test_zero_never_reconstructs_and_the_table_decides_by_itself(gpu_found: Gpu)
     assert gpu_dense.with_threshold(table, gpu_dense.TABLE_DECIDES) is table
     assert gpu_dense.with_threshold(table, 0).fused_rows > 1 << 24
     assert gpu_dense.with_threshold(table, 128).fused_rows == 127
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 128), (5120, 32768), (5120, 75_968), (2048, 248_320)])
+@pytest.mark.parametrize("rows", [1, 2048, 8192])
+def test_the_plan_counts_a_matrix_on_its_way_through_cublas_as_the_layer_does(
+    inputs: int, outputs: int, rows: int
+) -> None:
+    blocks = -(-outputs // 128) * 128
+    widest = max(end - begin for begin, end in gpu_dense.pieces(blocks))
+    assert admission.written_out(inputs, outputs, rows) == pytest.approx(
+        gpu_dense._reconstructed_bytes(rows, inputs, widest), abs=4 * arena.ALIGNMENT
+    )
 
 
 def test_sums_of_a_wide_product_stay_within_their_bound() -> None:

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from demo import changed_copy, flip_marker, other_trellis, questions, wrong_answers
+from plan_figures import assert_planned, held
 from safetensors.torch import load_file
 
 Engine = Callable[..., AbstractContextManager[Any]]
 
 
-def test_five_answers_are_exact(engine: Engine, models: Path) -> None:
+def test_five_answers_are_exact_and_the_plan_foresaw_what_is_held(engine: Engine, models: Path) -> None:
     with engine(models / "demo-moe") as llm:
         assert len(questions(models / "demo-moe")) == 5
         assert wrong_answers(llm, models / "demo-moe") == []
+        assert_planned("demo-moe", 1, held(llm))
 
 
 def test_gate_and_up_share_their_input_scales(models: Path) -> None:
