@@ -51,10 +51,15 @@ def wrong_decodes() -> list[str]:
     ]
 
 
+def locked_versions(requirements: str) -> dict[str, str]:
+    """Name -> version of the `name==version` lines."""
+    return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\]+)", requirements, re.MULTILINE))
+
+
 def wrong_versions(requirements: str) -> list[str]:
     """A sentence for each `name==version` line whose distribution is absent or of another version."""
     told = []
-    for name, version in re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\]+)", requirements, re.MULTILINE):
+    for name, version in locked_versions(requirements).items():
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -64,16 +69,32 @@ def wrong_versions(requirements: str) -> list[str]:
     return told
 
 
+def wrong_torch(requirements: str, version: str, cuda: str | None) -> list[str]:
+    """Sentences where torch, by its own `__version__` and `version.cuda`, is another build than the locked one.
+
+    The wheel of 2.14.0 of a package index calls itself "2.14.0+cu130": what stands behind the plus is compared only
+    where the lock has it too, and the CUDA always, with the runtime that is locked beside it. Nothing is said where
+    torch is not locked, because the base brought it.
+    """
+    locked = locked_versions(requirements)
+    if "torch" not in locked:
+        return []
+    told = []
+    if (version if "+" in locked["torch"] else version.partition("+")[0]) != locked["torch"]:
+        told.append(f"torch {locked['torch']} is locked and torch calls itself {version}")
+    runtime = locked.get("nvidia-cuda-runtime")
+    if cuda != (".".join(runtime.split(".")[:2]) if runtime else None):
+        told.append(f"torch was built for CUDA {cuda or 'none'} and the locked CUDA runtime is {runtime or 'none'}")
+    return told
+
+
 def wrong_imports(requirements: str) -> list[str]:
     """What is imported instead of what is locked: torch by its own word, and the quantisation as vLLM sees it."""
     import torch
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.plugins import load_general_plugins
 
-    told = []
-    locked = re.search(r"^torch==([^\s\\]+)", requirements, re.MULTILINE)
-    if locked and torch.__version__ != locked[1]:
-        told.append(f"torch {locked[1]} is locked and torch calls itself {torch.__version__}")
+    told = wrong_torch(requirements, torch.__version__, torch.version.cuda)
     load_general_plugins()
     config = get_quantization_config("exl3")
     if not config.__module__.startswith("exl3_vllm."):
@@ -93,7 +114,7 @@ def main() -> int:
     for sentence in told:
         print(f"selfcheck: {sentence}", file=sys.stderr)
     if not told:
-        count = len(re.findall("==", requirements))
+        count = len(locked_versions(requirements))
         print(f"selfcheck: {count} locked versions, {len(GOLDEN)} decodes, the tiers and the plugin are right")
     return 1 if told else 0
 
