@@ -203,7 +203,7 @@ def test_layers_that_are_there_are_not_sent_again(node1: nodes.Node) -> None:
     assert said == b"top\n"
 
 
-def test_no_room_is_refused_before_anything_is_sent(
+def test_case_10_no_room_is_refused_before_anything_is_sent(
     stamped: built_image.BuiltImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given an engine that needs a thousand terabytes for it
@@ -215,7 +215,7 @@ def test_no_room_is_refused_before_anything_is_sent(
         assert built_image.find(target, STAMP) is None
 
 
-def test_another_image_under_the_same_stamp_is_not_taken_for_it(stamped: built_image.BuiltImage) -> None:
+def test_case_4_another_image_under_the_same_stamp_is_not_taken_for_it(stamped: built_image.BuiltImage) -> None:
     # given node2 with an image that has the stamp and other layers
     with nodes.open_nodes("node1,node2") as (source, target):
         build(target, request_of(stamped.tag, "RUN echo other > /more", {built_image.STAMP: STAMP}))

@@ -135,7 +135,7 @@ def test_prune_keeps_what_is_new_used_or_needed(rig: Rig, generations: Generatio
     assert {made[0].stamp, made[3].stamp} <= after and not {made[1].stamp, made[2].stamp} & after
 
 
-def test_status_names_the_nodes_that_lack_the_recipes_image_and_no_build_refuses(rig: Rig, tmp_path: Path) -> None:
+def test_case_2_nodes_that_lack_the_recipes_image_are_named_and_no_build_refuses(rig: Rig, tmp_path: Path) -> None:
     # given a checkout whose overlay was changed
     for name in ("Dockerfile", "exl3kit", "overlay", "locks", "recipes", "models", "compose"):
         if (REPOSITORY / name).is_dir():
@@ -157,7 +157,7 @@ def test_status_names_the_nodes_that_lack_the_recipes_image_and_no_build_refuses
 
 
 @pytest.mark.full
-def test_a_worker_with_300_mb_is_refused_before_anything_is_copied(rig: Rig) -> None:
+def test_case_10_a_worker_with_300_mb_is_refused_before_anything_is_copied(rig: Rig) -> None:
     # given the demo's image on node1, and an engine on node2 whose disk has 300 MB
     told(kit(rig, "build", "demo-tp2", "--nodes", "node1", "--json", timeout=OFFLINE_SECONDS))
     rig.engine("node2", "stop")
@@ -180,7 +180,7 @@ def test_a_worker_with_300_mb_is_refused_before_anything_is_copied(rig: Rig) -> 
 
 
 @pytest.mark.full
-def test_after_one_fetch_a_build_needs_no_network_at_all(rig: Rig) -> None:
+def test_case_7_after_one_fetch_a_build_needs_no_network_at_all(rig: Rig) -> None:
     """Given a full cache, then the demo's image is built on an engine without a network by an operator without one."""
     assert rig.status["options"]["nat"] is False
     argv = [sys.executable, "-m", "exl3kit.cli"]

@@ -56,7 +56,7 @@ def test_a_second_unpacking_writes_nothing(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [600, 1_500_000, -400_000])
-def test_a_changed_byte_is_noticed(saved: Path, where: int) -> None:
+def test_case_8_a_changed_byte_is_noticed(saved: Path, where: int) -> None:
     # given
     content = bytearray(saved.read_bytes())
     content[where] ^= 1
@@ -93,7 +93,7 @@ def test_a_save_that_fails_leaves_the_bundle_of_before(saved: Path) -> None:
     assert sorted(path.name for path in saved.parent.iterdir()) == ["a-1-py3-none-any.whl", "site.tar"]
 
 
-def test_offline_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_case_7_offline_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # given an empty cache and no network
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(offline.VARIABLE, "1")

@@ -123,7 +123,7 @@ def test_a_layer_whose_files_were_cut_is_not_served_whole(
         source.read("layer/0")
 
 
-def test_what_is_kept_of_a_layer_is_not_fetched_again(
+def test_case_10_what_is_kept_of_a_layer_is_not_fetched_again(
     source: layer_loader.Source, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # given most of a layer in the volume

@@ -166,14 +166,14 @@ def what_is_not_built(tree: Path) -> Path:
         what_is_not_built,
     ],
 )
-def test_the_stamp_stays(tree: Path, arrange: Callable[[Path], Path]) -> None:
+def test_case_11_the_stamp_stays(tree: Path, arrange: Callable[[Path], Path]) -> None:
     """Given a tree, when it lies elsewhere, came another way, or changed outside the image, then its stamp stays."""
     before = stamp(tree)
     assert stamp(arrange(tree)) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_the_stamp_stays_for_another_user(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_11_the_stamp_stays_for_another_user(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a tree that nobody may read, when nobody asks, then the stamp is that of root."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
@@ -260,7 +260,7 @@ def test_the_image_part_of_the_recipe_changes_the_stamp(tree: Path) -> None:
         assert lock.Lock({**base, key: value}).stamp != lock.Lock(base).stamp
 
 
-def test_kernels_are_an_input_of_images_that_compile_them(tree: Path) -> None:
+def test_case_2_a_changed_kernel_is_another_stamp_of_the_images_that_compile_it(tree: Path) -> None:
     """Given a change to a kernel, then an image with fat symbols gets another stamp, and a CPU image keeps its own."""
     cpu = recipes.load("demo")
     gpu = cpu.model_copy(

@@ -84,7 +84,7 @@ def test_damaged_pins_are_a_sentence(tmp_path: Path, before: str, after: str, wh
 # ---- wheels, with the index of this machine --------------------------------------------------------------------------
 
 
-def test_fetching_checks_hashes_and_repairs_the_wheelhouse(small: Pins) -> None:
+def test_case_8_fetching_checks_hashes_and_repairs_the_wheelhouse(small: Pins) -> None:
     """Given wheels by hash, when they are fetched, then they are there; a damaged one is fetched again."""
     house = wheels.fetch(small)
     assert sorted(p.name for p in house.iterdir()) == sorted(str(w.filename) for w in small.wheels)
@@ -94,7 +94,7 @@ def test_fetching_checks_hashes_and_repairs_the_wheelhouse(small: Pins) -> None:
     assert wheels.digest_of(damaged) == small.wheels[0].sha256
 
 
-def test_a_complete_wheelhouse_needs_no_index(small: Pins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_7_a_complete_wheelhouse_needs_no_index(small: Pins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a first fetch, when the index is gone, then the second one works: builds are offline after one fetch."""
     wheels.fetch(small)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")

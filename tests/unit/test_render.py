@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from exl3kit import containers, deployment, recipes, render
+from exl3kit import containers, deployment, elsewhere, recipes, render
 from exl3kit.deployment import NodeFacts
 from exl3kit.errors import ExitCode, KitError
 
@@ -191,6 +191,18 @@ def test_every_container_is_confined() -> None:
         assert int(service["stop_grace_period"].removesuffix("s")) >= 20
         assert service["volumes"][0]["read_only"] is True
         assert service["labels"]["io.exl3kit.stamp"] == STAMP
+
+
+def test_case_3_nothing_is_pulled_over_an_image_that_is_there() -> None:
+    """Given a deployment, then no way of starting it lets an engine pull another image of that name."""
+    made = plan(*TWO)
+    for rank in made.ranks:
+        (service,) = yaml.safe_load(render.compose(made, rank.node))["services"].values()
+        assert (service["image"], service["pull_policy"]) == (made.image, "never")
+        argv = elsewhere.docker_run(made, rank)
+        assert argv[argv.index("--pull") + 1] == "never"
+        (container,) = elsewhere.pod(made, rank, "registry.example/exl3:1", "models")["containers"]
+        assert container["imagePullPolicy"] == "IfNotPresent"
 
 
 def test_an_open_api_is_open_and_its_key_is_in_no_file(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_the_drivers_lines_are_read(answer: str, found: list[gpus.Gpu]) -> None:
     assert gpus.parse(answer) == found
 
 
-def test_a_gpu_without_machine_code_is_named_with_the_way_out() -> None:
+def test_case_5_a_gpu_without_machine_code_is_named_with_the_way_out() -> None:
     report = {"resources": {"12.0": {}, "12.1": {}}}
     listed = [gpus.Gpu("NVIDIA GB10", "12.1"), gpus.Gpu("NVIDIA H200", "9.0")]
     assert gpus.unserved(listed, report) == [

@@ -66,7 +66,9 @@ def test_an_arm64_library_is_checked_on_this_host(arm64: Path, symbols: Symbols)
     assert code == 5 and report["errors"] == ["built for aarch64 hosts, x86_64 asked"]
 
 
-def test_a_removed_symbol_is_named(workshop: Workshop, edited: Edited, tmp_path: Path, symbols: Symbols) -> None:
+def test_case_1_a_removed_symbol_is_named_with_its_tier(
+    workshop: Workshop, edited: Edited, tmp_path: Path, symbols: Symbols
+) -> None:
     source = edited({"dispatch.cpp": ("DISPATCHED(exl3_fat_gemm_scatter)", "")})
     workshop.build(tmp_path / "x.so", workshop.request(source))
     code, report = symbols(tmp_path / "x.so", "--tier", "kernel")
@@ -94,7 +96,7 @@ def test_a_kernel_missing_on_one_target_is_named_with_its_ops(
     assert "exl3_fat_moe_gateup" in report["errors"][0] and report["errors"][1].endswith("missing on target 12.1")
 
 
-def test_only_sm_90_fails_naming_the_targets(workshop: Workshop, tmp_path: Path, symbols: Symbols) -> None:
+def test_case_5_only_sm_90_fails_naming_the_targets(workshop: Workshop, tmp_path: Path, symbols: Symbols) -> None:
     honest = workshop.build(tmp_path / "sm90.so", workshop.request(targets=("9.0",)))
     assert honest["targets"] == ["9.0"] and symbols(tmp_path / "sm90.so")[0] == 0
     code, report = symbols(tmp_path / "sm90.so", "--targets", "12.0,12.1")
