@@ -302,7 +302,8 @@ def _is_there(node: Node, tag: str) -> bool:
 def _pull(base: pins.Registry, platform: str, node: Node, tag: str, progress: Progress) -> None:
     from docker.errors import APIError
 
-    offline.refuse([f"the base image {base.reference}"])
+    carried = "build once while the node reaches its registry, or `kit bundle load FILE --nodes ...` of a built image"
+    offline.refuse([f"the base image {base.reference}"], carried)
     repository = base.reference.rpartition(":")[0] if ":" in base.reference.rpartition("/")[2] else base.reference
     with progress.stage("base") as stage, node.patient_engine(3600) as engine:
         stage.say(f"pulling {repository}@{base.digest}")

@@ -15,7 +15,10 @@ def choose() -> None:
     os.environ[VARIABLE] = "1"
 
 
-def refuse(missing: Sequence[str]) -> None:
+FETCH = "`kit fetch RECIPE` with a network, or `kit bundle load FILE` of one made where there is a network"
+
+
+def refuse(missing: Sequence[str], next_step: str = FETCH) -> None:
     """Raise `KitError` (preflight) when something is missing that only a network has, and there is to be none."""
     if not missing or os.environ.get(VARIABLE, "0") in ("", "0"):
         return
@@ -23,6 +26,6 @@ def refuse(missing: Sequence[str]) -> None:
     raise KitError(
         f"{named} {'is' if len(missing) == 1 else 'are'} not here, and nothing may be fetched",
         where="--offline",
-        next_step="`kit fetch RECIPE` with a network, or `kit bundle load FILE` of one made where there is a network",
+        next_step=next_step,
         code=ExitCode.PREFLIGHT,
     )

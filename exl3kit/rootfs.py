@@ -106,7 +106,7 @@ def resolve(base: pins.Rootfs, platform: str) -> dict[str, str]:
         )
     found = dict(re.findall(r"^Inst (\S+) \((\S+) ", done.stdout + done.stderr, re.MULTILINE))
     if done.returncode or not found:
-        raise _failed(done.stderr.splitlines())
+        raise _failed(done.stderr.splitlines(), pins.host())  # nothing of that platform was run
     return found
 
 
@@ -158,7 +158,7 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
                 stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
         offered = resolve(base, platform)
-        raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(said)
+        raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(said, platform)
 
 
 def _need_mmdebstrap() -> None:
@@ -184,13 +184,17 @@ def _differs(pinned: Mapping[str, str], offered: Mapping[str, str]) -> KitError:
     )
 
 
-def _failed(said: Sequence[str]) -> KitError:
+def _failed(said: Sequence[str], platform: str) -> KitError:
+    next_step = "check that `apt-get update` works here"
+    if platform != pins.host():  # packages configure themselves by programs of their own platform
+        next_step = f"fetch on a machine that is {platform} itself and bring it with `kit bundle`, or"
+        next_step += " `apt-get install arch-test qemu-user-static` here"
     own_words = [line for line in said if line.startswith("E: ")]
     return KitError(
         "mmdebstrap could not make the root file system",
         where="image.base",
         why=(own_words or list(said) or ["it said nothing"])[0],
-        next_step="check that `apt-get update` works here",
+        next_step=next_step,
         code=ExitCode.BUILD,
     )
 

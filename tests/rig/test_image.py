@@ -28,7 +28,7 @@ from exl3kit.progress import Progress
 
 STAMP = "5" * 64
 NO_OP_SECONDS = 2.0
-OVERLAY_SECONDS = 120.0  # a change of Python in the overlay; 10 s on two idle cores, nearly all of it the self-check
+OVERLAY_SECONDS = 60.0  # a change of Python in the overlay, nearly all of it the self-check
 
 
 @pytest.fixture(autouse=True)
@@ -333,7 +333,7 @@ def test_one_byte_rebuilds_only_the_last_layers_and_is_explained(rig: Rig, built
     assert explained.stdout.strip() == "node1: overlay/exl3_vllm/decode.py changed"
     assert rebuilt["changes"] == ["overlay/exl3_vllm/decode.py changed"]
     assert rebuilt["stamp"] != built["stamp"] and rebuilt["built"] is True
-    assert "environment" not in rebuilt["stages"] and rebuilt["seconds"] < OVERLAY_SECONDS
+    assert not {"environment", "kernels"} & set(rebuilt["stages"]) and rebuilt["seconds"] < OVERLAY_SECONDS
     shared = [a for a, b in zip(built["layers"], rebuilt["layers"], strict=False) if a == b]
     assert len(shared) >= 4  # base, user, wheels, requirements
     with nodes.open_nodes("node1") as (node,):

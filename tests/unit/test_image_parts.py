@@ -351,6 +351,14 @@ def test_a_machine_without_a_debian_mirror_is_told_the_variable(
     assert rootfs.apt_sources(base(suites=("bookworm",)), etc) == ["deb http://mirror.example/debian bookworm main"]
 
 
+def test_a_root_file_system_of_another_processor_says_what_it_needs() -> None:
+    """Given mmdebstrap's refusal, then the way out is another for another platform than this machine's."""
+    said = ["I: automatically chosen mode: root", "E: install arch-test for foreign architecture support"]
+    own, foreign = (rootfs._failed(said, platform) for platform in (pins.host(), "linux/riscv64"))
+    assert "arch-test for foreign" in str(own) and "apt-get update" in str(own.next_step)
+    assert "linux/riscv64" in str(foreign.next_step) and "qemu-user-static" in str(foreign.next_step)
+
+
 def test_preferences_leave_only_the_pinned_versions() -> None:
     text = rootfs.preference_text({"python3": "3.11.2-1+b1"})
     assert "Package: *\nPin: release *\nPin-Priority: -1" in text
