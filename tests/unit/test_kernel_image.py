@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from exl3kit import (
+    bundle,
     context,
     image,
     kernel_builder,
     kernel_image,
     lock,
+    offline,
     paths,
     pins,
     recipes,
@@ -24,6 +28,7 @@ from exl3kit import (
     wheelhouse,
 )
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.progress import Progress, Stage
 
 CSRC = paths.OVERLAY / "csrc"
 
@@ -102,6 +107,34 @@ def test_case_7_what_is_fetched_for_a_node_suffices_to_compile_its_kernels_and_t
     assert any(name.startswith("nvidia_cuda_cuobjdump-") and here in name for name in names)
     # and an image without kernels needs none of it
     assert not wheelhouse.of(recipes.load("demo")).kernels
+
+
+@pytest.mark.full
+def test_case_7_a_bundle_brings_the_kernels_sources_to_a_machine_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given what the kernels of a recipe for GPUs are compiled from, fetched (the rest of its image is left out)
+    gpu = wheelhouse.of(recipes.load("qwen3.8-27b-rtx-pro-6000"))
+    sources = replace(gpu, pinned=replace(gpu.pinned, wheels=(), base=pins.Registry("example/vllm:1", None)))
+    quiet = Progress(Console(quiet=True))
+    wheelhouse.fetch(sources, quiet)
+    # and a bundle of it
+    file, cache = tmp_path / "site.tar", paths.cache_dir()
+    with bundle.beside(file) as out:
+        writer = bundle.Writer(out, Stage("bundle"))
+        for path in sorted({*sources.files()}):
+            writer.add_file(f"cache/{path.relative_to(cache)}", path)
+        writer.finish([], [])
+    # when a machine with an empty cache and no network has nothing but the bundle
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "site"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv(offline.VARIABLE, "1")
+    with pytest.raises(KitError, match="nothing may be fetched"):
+        wheelhouse.fetch(sources, quiet)
+    bundle.unpack(bundle.read(file), "cache", paths.cache_dir(), Stage("cache"))
+    # then compiler, root file system and readers are there
+    wheelhouse.fetch(sources, quiet)
+    assert list(symbols.install(quiet).glob("inspect-*/nvidia/cu13/bin/cuobjdump"))
 
 
 def test_fetched_wheels_are_kept_and_a_damaged_one_is_fetched_anew(tmp_path: Path) -> None:
