@@ -82,6 +82,7 @@ class VllmProcess:
                 return
             if pid == self.pid:
                 self.status = status
+            self.tree.note_end(pid, status)
 
     def tell_to_stop(self) -> None:
         with suppress(ProcessLookupError):

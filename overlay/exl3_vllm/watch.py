@@ -128,11 +128,17 @@ class Tree:
         stopped = {one.pid for one in self.seen if one.state == "T"}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
 
-    def note_end(self, pid: int) -> None:
-        """Called at once when `pid` has ended: its status can be read until its parent collects it."""
-        if pid in self.named and pid not in self.ended:
-            left = read_process(pid)
-            self.ended[pid] = left.exit_status if left is not None and left.state == "Z" else None
+    def note_end(self, pid: int, status: int | None = None) -> None:
+        """Called at once when `pid` has ended, or when it was collected with `status`.
+
+        Before that its status can be read. A worker whose parent died of its end is collected here, before its end was
+        seen, when both happen between two looks.
+        """
+        if pid in self.named and self.ended.get(pid) is None:
+            if status is None and pid not in self.ended:
+                left = read_process(pid)
+                status = left.exit_status if left is not None and left.state == "Z" else None
+            self.ended[pid] = status
 
     def has_lost(self) -> bool:
         """Whether a named process has ended."""

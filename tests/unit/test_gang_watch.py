@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "overlay"))
 
 from exl3_vllm import exits, post_mortem, watch
 from exl3_vllm.state import State
+from exl3_vllm.vllm_process import VllmProcess
 
 KILLED, TOLD, FINE, FAILED = signal.SIGKILL.value, signal.SIGTERM.value, 0, 1 << 8  # wait statuses
 
@@ -100,6 +101,23 @@ def test_a_child_that_a_worker_forks_may_end() -> None:
             one.wait()
     tree.look(2.0)
     assert tree.has_lost()
+
+
+def test_a_worker_that_is_collected_before_it_was_looked_at_keeps_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a worker that was killed, whose parent died of it, so that it is ours to collect before anybody looked
+    vllm = VllmProcess(["sleep", "600"], dict(os.environ), head=True)
+    gone = iter([(4_000_001, signal.SIGKILL), (0, 0), (4_000_000, 256), (0, 0)])
+    vllm.tree.named |= {4_000_000: ("engine core", 1), 4_000_001: ("worker TP0", 1)}
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: next(gone))
+    # when
+    vllm.reap()
+    assert vllm.tree.has_lost()
+    vllm.reap()
+    # then its signal is known, and it is named before the parent that ended with an error
+    assert vllm.tree.culprit(None) == ("worker TP0", signal.SIGKILL)
+    monkeypatch.undo()
+    os.kill(vllm.pid, signal.SIGKILL)
+    os.waitpid(vllm.pid, 0)
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests
