@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rig_lib import network
+from rig_lib.plan import NUMBER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "rig"
@@ -101,8 +102,11 @@ class Rig:
         rig_script("engine", node, what)
 
 
+OTHER_RIGS = re.compile(rf"exl3rig(?!{NUMBER})\d|EXL3KIT-RIG-(?!{NUMBER})\d")  # they may be up beside this one
+
+
 def traces() -> set[str]:
-    """What a rig could leave behind on this machine, one line each."""
+    """What this rig could leave behind on this machine, one line each."""
     found = {f"namespace {p.name}" for p in Path("/run/netns").glob("*")}
     found |= {f"interface {p.name}" for p in Path("/sys/class/net").glob("*")}
     found |= {f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines()}
@@ -114,16 +118,19 @@ def traces() -> set[str]:
     switches = Path("/proc/sys/net/ipv4/conf").glob("*/forwarding")
     found |= {f"{switch} = {switch.read_text().strip()}" for switch in switches}
     found |= {f"process {pid}" for pid in _processes_elsewhere()}
-    return found
+    return {line for line in found if not OTHER_RIGS.search(line)}
 
 
 def _processes_elsewhere() -> set[str]:
-    """Processes whose pid or network namespace is not ours."""
+    """Processes whose pid or network namespace is not ours, without those of other rigs."""
+    others = {f"net:[{p.stat().st_ino}]" for p in Path("/run/netns").glob("*") if OTHER_RIGS.search(p.name)}
+    ours = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net")]
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended while we looked, or is a zombie
-            ours = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net")]
-            if [(process / "ns" / kind).readlink() for kind in ("pid", "net")] != ours:
+            pid, net = (str((process / "ns" / kind).readlink()) for kind in ("pid", "net"))
+            of_another = net in others or OTHER_RIGS.search((process / "cgroup").read_text())
+            if [pid, net] != ours and not of_another:
                 found.add(f"{process.name} {(process / 'comm').read_text().strip()}")
     return found
 
