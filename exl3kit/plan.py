@@ -5,6 +5,7 @@ Pure: the recipe, its weights (from headers, or as published) and the nodes' fac
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -90,13 +91,14 @@ def make(
     facts: Mapping[str, NodeFacts] | None = None,
     placement: Sequence[str] = (),
     named: str = "",
+    ref: str | None = None,
 ) -> Plan:
     """The plan of a recipe.
 
     Parameters
     ----------
     facts, placement: of nodes that were asked, and the node of each rank; without them, machines as sold.
-    named: how the operator named the nodes, for the commands.
+    named, ref: how the operator named the nodes and the recipe, for the commands.
     """
     rank = admission.rank_plan(recipe, source.sizes, source.config)
     if source.parts and not recipe.image.on_cpu:
@@ -123,7 +125,7 @@ def make(
         tuple(admission.admit(recipe, rank, room) for room in rooms(recipe, facts, placement)),
         tuple(runs(recipe, source.config)),
         networks,
-        tuple(commands(recipe, named)),
+        tuple(commands(recipe, named, ref or recipe.name)),
         not facts,
     )
 
@@ -190,11 +192,12 @@ def uneven(recipe: Recipe, shape: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"experts cut unevenly, {split} blocks", f"{inner} is {blocks} blocks of 128, which no rank may cut")]
 
 
-def commands(recipe: Recipe, named: str) -> list[str]:
-    """The way to a serving gang."""
-    nodes = named or ",".join(f"node{number + 1}" for number in range(recipe.parallel.nodes))
+def commands(recipe: Recipe, named: str, ref: str) -> list[str]:
+    """The way to a serving gang; unnamed nodes are this machine where it can be all of them, else stand-ins."""
+    alone = recipe.image.on_cpu or recipe.parallel.nodes == 1
+    nodes = named or ("local" if alone else ",".join(f"node{number + 1}" for number in range(recipe.parallel.nodes)))
     verbs = ["doctor", *(["weights fetch"] if recipe.model.repo is not None else []), "build", "up", "receipts"]
-    return [f"kit {verb} {recipe.name} --nodes {nodes}" for verb in verbs]
+    return [f"kit {verb} {shlex.quote(ref)} --nodes {shlex.quote(nodes)}" for verb in verbs]
 
 
 def table(plan: Plan) -> list[tuple[str, str, str]]:

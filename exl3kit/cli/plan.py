@@ -29,12 +29,12 @@ def plan(
     loaded = recipes.load(recipe, sets or ())
     source = source_of(loaded)
     if nodes is None:
-        made = planning.make(loaded, source)
+        made = planning.make(loaded, source, ref=recipe)
     else:
         with open_nodes(nodes) as opened:
             asked = facts.gather(opened)
             placement = deployment.place(loaded, [asked[node.name] for node in opened])
-        made = planning.make(loaded, source, asked, placement, nodes)
+        made = planning.make(loaded, source, asked, placement, nodes, recipe)
     if as_json:
         output.emit(made.as_json())
     else:
@@ -72,7 +72,8 @@ def show(made: Plan) -> None:
     rows = planning.table(made)
     width = max(len(what) for what, _, _ in rows)
     parallel = made.recipe.parallel
-    tell(f"{made.recipe.name}: {parallel.world} ranks on {parallel.nodes} nodes, bytes per rank")
+    ranks, nodes = counted(parallel.world, "rank"), counted(parallel.nodes, "node")
+    tell(f"{made.recipe.name}: {ranks} on {nodes}, bytes per rank")
     print()
     for what, size, why in rows:
         tell(f"  {what:<{width}}  {size:>10}  {why}".rstrip(), width + 16)
@@ -85,6 +86,8 @@ def show(made: Plan) -> None:
     for one in made.verdicts:
         fix = f"; next: {one.fix}" if one.fix and not one.fits else ""
         tell(f"  {'yes' if one.fits else 'no '}  {one.node}: {one.says}{fix}", 7)
+    if not made.verdicts and not made.refusals:
+        tell("  not known: it is for no machine as sold; `--nodes local` asks this one")
     print()
     tell("network of the ranks" + ("" if made.networks else ": from each node's facts at every start"))
     for rank, env in made.networks.items():
@@ -92,6 +95,10 @@ def show(made: Plan) -> None:
     print("\ncommands")
     for command in made.commands:
         print(f"  {command}")
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def tell(line: str, hang: int = 4) -> None:

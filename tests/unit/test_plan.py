@@ -130,6 +130,18 @@ def test_nodes_are_held_against_the_plan_and_their_network_is_shown() -> None:
     assert [one.fits for one in full.verdicts] == [True, False] and not full.fits
 
 
+def test_the_commands_of_a_plan_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given a recipe in a file, or one that this machine can serve alone: the commands name that file, this one."""
+    file = tmp_path / "my recipe.yaml"
+    file.write_text("recipe: 1\nextends: demo-tp2\nname: mine\n")
+    cli.plan(str(file))
+    said = capsys.readouterr().out
+    assert f"kit up '{file}' --nodes local\n" in said
+    assert "mine: 2 ranks on 2 nodes" in said and "`--nodes local` asks this one" in said
+    assert planned("qwen3-30b-a3b-rtx").commands[0] == "kit doctor qwen3-30b-a3b-rtx --nodes local"
+    assert planned(GLM).commands[0] == f"kit doctor {GLM} --nodes node1,node2"
+
+
 def test_weights_that_nobody_knows_are_a_sentence() -> None:
     with pytest.raises(KitError, match="no published shape") as caught:
         planned(GLM, "model={repo: a/b}")
