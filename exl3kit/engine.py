@@ -19,6 +19,8 @@ MINIMUM_ENGINE = "20.10"
 CONNECT_SECONDS = 5
 CALL_SECONDS = 60
 DEFAULT_SOCKET = Path("/var/run/docker.sock")
+DAEMON_FOLDER = "/usr/sbin"  # Debian's dockerd; not on the PATH of a user who is not root
+SYSTEMD = Path("/run/systemd/system")  # there when systemd runs the machine
 
 INSTALL_HINT = "install Docker (Debian: `apt-get install docker.io`), or let `kit demo --install-engine` do it"
 
@@ -47,8 +49,10 @@ def local() -> Found:
     for socket, source in _usual_sockets():
         if socket.exists():
             return Found(f"unix://{socket}", source)
-    missing = "it is installed but not started" if shutil.which("dockerd") else "Docker is not installed"
-    next_step = "`systemctl start docker`" if shutil.which("dockerd") else INSTALL_HINT
+    missing, next_step = "Docker is not installed", INSTALL_HINT
+    if shutil.which("dockerd", path=f"{os.environ.get('PATH', os.defpath)}:{DAEMON_FOLDER}"):
+        missing = "it is installed but not started"
+        next_step = "`systemctl start docker`" if SYSTEMD.exists() else "no systemd runs here: start `dockerd` as root"
     raise KitError(
         "no container engine on this machine",
         where="node local",

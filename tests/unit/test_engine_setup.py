@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "none"))
     monkeypatch.setattr(engine, "DEFAULT_SOCKET", tmp_path / "docker.sock")
-    monkeypatch.setattr(engine, "shutil", SimpleNamespace(which=lambda program: None))
+    monkeypatch.setattr(engine, "shutil", SimpleNamespace(which=lambda program, path: None))
 
 
 def enter(tmp_path: Path, *, install: bool, os_release: str = DEBIAN) -> KitError:
@@ -41,6 +42,24 @@ def enter(tmp_path: Path, *, install: bool, os_release: str = DEBIAN) -> KitErro
 def test_without_the_flag_a_missing_engine_is_only_named(tmp_path: Path) -> None:
     error = enter(tmp_path, install=False)
     assert error.code == ExitCode.UNREACHABLE and "--install-engine" in str(error.next_step)
+
+
+@pytest.mark.parametrize(
+    ("systemd", "fix"), [(True, "`systemctl start docker`"), (False, "no systemd runs here: start `dockerd` as root")]
+)
+def test_an_engine_that_is_not_started_is_named_with_what_starts_it_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, systemd: bool, fix: str
+) -> None:
+    """Given dockerd in a folder that is not on the user's PATH, then it is found, and the fix is one that works."""
+    daemon = tmp_path / "sbin" / "dockerd"
+    daemon.parent.mkdir()
+    daemon.touch(mode=0o755)
+    monkeypatch.setattr(engine, "shutil", shutil)
+    monkeypatch.setattr(engine, "DAEMON_FOLDER", str(daemon.parent))
+    monkeypatch.setattr(engine, "SYSTEMD", tmp_path if systemd else tmp_path / "none")
+    with pytest.raises(KitError, match="installed but not started") as refused:
+        engine.local()
+    assert refused.value.next_step == fix
 
 
 def test_other_systems_are_named_and_left_alone(tmp_path: Path) -> None:
