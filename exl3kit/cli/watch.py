@@ -122,9 +122,9 @@ def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None
     if not told:
         where = "the nodes that answer" if missing else nodes
         parts.append(Text(f"nothing of {recipe or 'the kit'} stands on {where}"))
-    parts += [
-        Text(f"node {node} does not answer: {error.what} ({error.why})", style="red") for node, error in missing.items()
-    ]
+    for node, error in missing.items():
+        fix = f"; next: {error.next_step}" if error.next_step else ""
+        parts.append(Text(f"node {node} does not answer: {error.what} ({error.why}){fix}", style="red"))
     return parts
 
 

@@ -74,7 +74,7 @@ def test_json_names_the_log_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_a_fault_of_the_kit_leaves_its_traceback_in_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(plan, "make", broken)

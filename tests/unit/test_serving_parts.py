@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from exl3kit import facts, logs, ports, post_mortem, receipts, serve, status, takedown
+from exl3kit.cli import watch
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.probe import Engine
 
@@ -147,6 +148,15 @@ def test_tokens_per_second_come_from_two_looks_and_begin_anew_with_the_counter(m
         speeds.add(told)
         rates.append(told[0]["tokens_per_s"])
     assert rates == [None, 25.0, None, 50.0]
+
+
+def test_status_of_a_silent_node_says_what_to_do() -> None:
+    refused = KitError("this user may not use it", why="permission denied", next_step="`usermod`")
+    said = [
+        str(part) for part in watch.page([], {"n1": refused, "n2": KitError("gone", why="no route")}, None, "n1,n2")
+    ]
+    assert "node n1 does not answer: this user may not use it (permission denied); next: `usermod`" in said
+    assert "node n2 does not answer: gone (no route)" in said
 
 
 # What may be left after `down` ----------------------------------------------------------------------------------------
