@@ -48,7 +48,11 @@ def main(documentation: str) -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="no new run after so many")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="no fault: many clients for so long, 0 errors")
     parser.add_argument("--clients", type=int, default=64, help="of --soak (default: %(default)s)")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print the table of runs kept there")
     options = parser.parse_args()
+    if options.table:
+        print(table(Outcome(**run) for path in options.table for run in json.loads(path.read_text())))
+        return 0
     words = [word for word in options.only.split(",") if word]
     chosen = [
         fault
