@@ -327,6 +327,8 @@ def follow(command: "list[str]", total: int = 0) -> "tuple[int, str]":
                 say(f"  {seen:2d}/{total} {name}", passing=True)
             elif line.startswith(("Installing collected", "Resolved ", "Prepared ", "Installed ")):
                 say("  " + line.split(":")[0].strip(), passing=True)
+            elif line.lstrip().startswith("WARNING: Retrying"):
+                say("  the package index does not answer: trying again", passing=True)
     return process.returncode, "\n".join(lines)
 
 

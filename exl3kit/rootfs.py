@@ -157,6 +157,10 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
             if stage is not None and line.startswith("I: "):
                 stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
+        if any(line.startswith("E: Failed to fetch") and "/dists/" in line for line in said):
+            raise _failed(
+                said, pins.host()
+            )  # the mirrors cannot be read: to ask what they offer would take a minute more
         offered = resolve(base, platform)
         raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(said, platform)
 

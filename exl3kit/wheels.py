@@ -75,6 +75,8 @@ def _download(pins: Pins, missing: Sequence[Wheel], house: Path, stage: Stage | 
             if stage is not None and line.startswith(("Collecting ", "Processing ")):
                 taken += 1
                 stage.say(f"{taken} of {len(missing)}: {Path(line.split()[1]).name}")
+            elif stage is not None and line.lstrip().startswith("WARNING: Retrying"):
+                stage.say("the package index does not answer: trying again")
         for wheel in missing:
             name = wheel.filename or ""
             if not intact(Path(folder), wheel):

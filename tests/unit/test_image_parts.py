@@ -359,6 +359,26 @@ def test_a_root_file_system_of_another_processor_says_what_it_needs() -> None:
     assert "linux/riscv64" in str(foreign.next_step) and "qemu-user-static" in str(foreign.next_step)
 
 
+def test_mirrors_that_cannot_be_read_are_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given no network, then mmdebstrap's own words are the error, and no second run looks for newer versions."""
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/sh\n"
+        f"echo run >> {tmp_path}/runs\n"
+        "echo 'E: Failed to fetch http://mirror/debian/dists/bookworm/InRelease  Temporary failure resolving'\n"
+        "exit 25\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(rootfs, "mmdebstrap_argv", lambda *_: [str(program)])
+    monkeypatch.setattr(rootfs, "apt_sources", lambda _: [])
+    monkeypatch.setattr(rootfs, "_need_mmdebstrap", lambda: None)
+    (tmp_path / "made").mkdir()
+    with pytest.raises(KitError, match="Temporary failure resolving") as refused:
+        rootfs._run(base(), pins.host(), tmp_path / "made" / "rootfs.tar", None)
+    assert "apt-get update" in str(refused.value.next_step)
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
 def test_preferences_leave_only_the_pinned_versions() -> None:
     text = rootfs.preference_text({"python3": "3.11.2-1+b1"})
     assert "Package: *\nPin: release *\nPin-Priority: -1" in text
