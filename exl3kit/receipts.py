@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from exl3kit import asking
+from exl3kit import asking, recipes
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def verify(receipts: Sequence[Mapping[str, Any]], recipe: Recipe, weights: Weigh
             problem,
             where=recipe.name,
             why="the receipts are counted inside the ranks, after loading",
-            next_step=f"`kit logs {recipe.name}` shows what each rank loaded",
+            next_step=f"`kit logs {recipes.said(recipe)}` shows what each rank loaded",
             code=ExitCode.VERIFICATION,
         )
 

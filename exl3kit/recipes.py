@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import time
 from collections.abc import Sequence
@@ -40,7 +41,17 @@ def shipped() -> list[Path]:
 
 def load(ref: str, sets: Sequence[str] = ()) -> Recipe:
     """The recipe `ref` (a shipped name or a path) with `--set` overrides; RecipeError names every fault."""
-    return load_effective(ref, sets).recipe
+    recipe = load_effective(ref, sets).recipe
+    _said[recipe.name] = ref
+    return recipe
+
+
+_said: dict[str, str] = {}  # how the operator named each recipe of this run, by its own name
+
+
+def said(recipe: Recipe) -> str:
+    """The recipe in a command that the operator can run: as it was named here, quoted for a shell."""
+    return shlex.quote(_said.get(recipe.name, recipe.name))
 
 
 def load_effective(ref: str, sets: Sequence[str] = ()) -> Effective:

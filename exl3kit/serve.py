@@ -30,6 +30,7 @@ from exl3kit import (
     post_mortem,
     proving,
     receipts,
+    recipes,
     run_log,
     transport,
 )
@@ -163,7 +164,7 @@ def restart(recipe: Recipe, nodes: Sequence[Node], progress: Progress, terms: Te
             raise KitError(
                 f"no rank of {recipe.name} is there to restart",
                 where=", ".join(node.name for node in nodes),
-                next_step=f"`kit up {recipe.name}` with the same --nodes",
+                next_step=f"`kit up {recipes.said(recipe)}` with the same --nodes",
                 code=ExitCode.PREFLIGHT,
             )
         return replace(ground, ground.plan(new_generation()), progress, locks, terms)
@@ -245,7 +246,7 @@ def preflight(ground: Ground, deployment: Deployment, *, force: bool = False) ->
     Raises `KitError` (preflight).
     """
     if not ground.build:
-        image_store.require_everywhere(ground.nodes, ground.lock, ground.recipe.name)
+        image_store.require_everywhere(ground.nodes, ground.lock, recipes.said(ground.recipe))
     containers.require_own_names(ground.nodes, deployment)
     ports.require_free(ground.nodes[0], deployment.ports, spare=deployment.name)
     if deployment.gang_port is not None and not deployment.bridge:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from exl3kit import deployment as plans
-from exl3kit import hub, manifest, node_files, weight_sync
+from exl3kit import hub, manifest, node_files, recipes, weight_sync
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def survey_nodes(
         if image is None or not node.engine.images.list(name=image):
             raise node.error(
                 f"the weights are there, in {source}, and only the recipe's image can look at them",
-                next_step=f"`kit build {recipe.name}` with the same --nodes, then this command again",
+                next_step=f"`kit build {recipes.said(recipe)}` with the same --nodes, then this command again",
                 code=ExitCode.PREFLIGHT,
             )
         found = survey_on(node, image, source, facts[node.name])
@@ -141,7 +141,7 @@ def locate(recipe: Recipe) -> Path:
         raise KitError(
             f"{repo} at {revision[:12]} is not on this machine",
             where=str(snapshot),
-            next_step=f"`kit weights fetch {recipe.name}`, with --nodes to fetch it on a node",
+            next_step=f"`kit weights fetch {recipes.said(recipe)}`, with --nodes to fetch it on a node",
             code=ExitCode.PREFLIGHT,
         )
     return snapshot
@@ -156,7 +156,7 @@ def pinned(recipe: Recipe) -> tuple[str, str]:
             f"no commit of {model.repo} is pinned",
             where=f"model.revision of {recipe.name}",
             why="branches and tags move, and a pack has a branch for each rate",
-            next_step=f"`kit lock --update {recipe.name}` looks its branches up; write the commit into model.revision",
+            next_step=f"`kit lock --update {recipes.said(recipe)}` looks its branches up; put one into model.revision",
             code=ExitCode.PREFLIGHT,
         )
     return model.repo, model.revision

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from exl3kit import recipes
 from exl3kit.bench import campaign, comparison, differences, engagement, plans, statistics, summaries, targets
 from exl3kit.bench.comparison import Boot, Comparison
 from exl3kit.errors import ExitCode, KitError
@@ -139,7 +140,7 @@ def booted(recipe: Recipe, nodes: Sequence[Node], progress: Progress) -> Iterato
             f"{recipe.name} stands on the nodes already",
             where=", ".join(sorted({one.node.name for one in standing})),
             why="a campaign boots its arms itself",
-            next_step=f"`kit down {recipe.name}` first",
+            next_step=f"`kit down {recipes.said(recipe)}` first",
             code=ExitCode.PREFLIGHT,
         )
     serving = serve.up(recipe, nodes, progress)

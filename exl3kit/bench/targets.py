@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from exl3kit import recipes
 from exl3kit.bench.places import Here, InContainer, Place
 from exl3kit.errors import ExitCode, KitError
 
@@ -96,7 +97,8 @@ def deployed(recipe: Recipe, standing: Sequence[Standing]) -> Target:
     """A gang that runs; raises `KitError` (serving) when it does not."""
     running = [one for one in standing if one.state == "running"]
     if len(running) < recipe.parallel.nodes:
-        raise KitError(f"{recipe.name} does not run", next_step=f"`kit up {recipe.name}` first", code=ExitCode.SERVING)
+        next_step = f"`kit up {recipes.said(recipe)}` first"
+        raise KitError(f"{recipe.name} does not run", next_step=next_step, code=ExitCode.SERVING)
     head = min(running, key=lambda one: one.rank)
     return Target(InContainer(head), recipe, list(running))
 

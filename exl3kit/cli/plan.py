@@ -45,7 +45,7 @@ def plan(
 
 def source_of(recipe: Recipe) -> Source:
     """The weights' headers when they are on this machine, else their published shape."""
-    from exl3kit import admission, published, weights
+    from exl3kit import admission, published, recipes, weights
     from exl3kit import plan as planning
     from exl3kit.errors import ExitCode, KitError
 
@@ -58,7 +58,7 @@ def source_of(recipe: Recipe) -> Source:
                 "the size of these weights is not known: they are not here, and no published shape bears their name",
                 where=recipe.name,
                 why=missing.what,
-                next_step=f"`kit weights fetch {recipe.name}`; known shapes: {', '.join(published.models())}",
+                next_step=f"`kit weights fetch {recipes.said(recipe)}`; known shapes: {', '.join(published.models())}",
                 code=ExitCode.PREFLIGHT,
             ) from missing
         return planning.of_published(recipe, model)

@@ -132,12 +132,13 @@ def opened(
 
 def require_image(node: Node, image: str, recipe: Recipe) -> None:
     """The image does the work on a node; refuse one that lacks it."""
+    from exl3kit import recipes
     from exl3kit.errors import ExitCode
 
     if not node.engine.images.list(name=image):
         raise node.error(
             f"the image {image} is not there, and it does this work on a node",
-            next_step=f"`kit build {recipe.name}` with the same --nodes",
+            next_step=f"`kit build {recipes.said(recipe)}` with the same --nodes",
             code=ExitCode.PREFLIGHT,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from exl3kit.deployment import NodeFacts
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.faults import RecipeError
 from exl3kit.recipe import Recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "overlay"))
 
 TABLE = {"capability": [12, 1], "sms": 48, "table": {"dense_tiles": [[32, 0]], "fused_rows": 777}}
 GLM = "glm-5.3-flash-2x-spark"

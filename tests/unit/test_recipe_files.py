@@ -247,3 +247,10 @@ def test_the_schema_for_editors_knows_every_key() -> None:
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
     assert format_size(size) == text
+
+
+def test_a_recipe_is_said_as_the_operator_named_it(tmp_path: Path) -> None:
+    path = tmp_path / "my recipe.yaml"
+    path.write_text("recipe: 1\nextends: demo\nname: mine\n")
+    assert recipes.said(recipes.load(str(path))) == f"'{path}'"
+    assert recipes.said(recipes.load("demo")) == "demo"
