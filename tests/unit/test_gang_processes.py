@@ -22,7 +22,13 @@ from exl3_vllm import gang_wire
 from exl3_vllm.gang import Beat, Phase
 
 REPO = Path(__file__).resolve().parents[2]
-PROGRAM = "import time; print('it runs', flush=True); time.sleep(600)"
+PROGRAM = """if True:  # outside a container nobody ends it with a supervisor that was killed, so it looks for itself
+    import os, time
+    parent = os.getppid()
+    print("it runs", flush=True)
+    while os.getppid() == parent:
+        time.sleep(0.2)
+"""
 
 
 @dataclass

@@ -175,6 +175,7 @@ def test_a_supervisor_that_is_killed_is_reported_by_its_guard(environ: dict[str,
     assert "the supervisor was killed by SIGKILL" in err
     first = json.loads((tmp_path / "state" / "post-mortem.json").read_text())["first"]
     assert (first["kind"], first["rank"]) == ("supervisor", 0)
+    os.kill(status(environ)["pid"], signal.SIGKILL)  # which ends with the container otherwise
 
 
 def test_a_container_that_was_killed_says_so_when_it_is_back(environ: dict[str, str], tmp_path: Path) -> None:
