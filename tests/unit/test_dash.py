@@ -433,6 +433,7 @@ def test_the_verb_prints_where_the_page_is_and_ctrl_c_is_its_normal_end() -> Non
             connection.request("GET", "/")
             assert "no-such-node.invalid" in connection.getresponse().read().decode()
             connection.close()
-        finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0 and process.communicate() == ("", "")
+            assert process.wait(10) == 0 and process.communicate() == ("", "")
+        finally:
+            process.kill()
