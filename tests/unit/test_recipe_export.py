@@ -106,12 +106,16 @@ def test_a_block_that_makes_no_recipe_is_refused_and_the_rest_is_imported() -> N
         assert made.kept["exl3kit"] == block and imported.validated(made.data).serve.max_model_len == 256
 
 
+GLM = "glm-5.3-flash-2x-spark"
+
+
 def test_the_verb_writes_a_file_once_and_names_an_image_that_it_cannot_know(tmp_path: Path) -> None:
     out = tmp_path / "new" / "demo.yaml"
     recipe_export.export_recipe("demo", "v2", out=out)
     assert yaml.safe_load(out.read_text())["container"].startswith("exl3kit:")
     with pytest.raises(KitError, match="not replaced"):
         recipe_export.export_recipe("demo", "v2", out=out)
+    (tmp_path / "unpinned.yaml").write_text(f"recipe: 1\nextends: {GLM}\nname: unpinned\nimage: {{vllm: 9.9.9}}\n")
     with pytest.raises(KitError, match="no name yet") as caught:
-        recipe_export.export_recipe("glm-5.3-flash-2x-spark", "v1")
+        recipe_export.export_recipe(str(tmp_path / "unpinned.yaml"), "v1")
     assert "--container" in str(caught.value.next_step)
