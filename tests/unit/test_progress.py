@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 import time
 from pathlib import Path
@@ -29,7 +28,8 @@ def test_a_stage_says_start_end_and_what_came_of_it() -> None:
     with progress.stage("wheels", total=2_000_000) as stage:
         stage.advance(2_000_000)
         stage.conclude("2 wheels [x] :x:")
-    assert out.getvalue().splitlines() == ["> wheels", "+ wheels 0.0 s (2 wheels [x] :x:, 2 MB)"]
+    start, end = out.getvalue().splitlines()
+    assert start == "> wheels" and re.sub(r"\d\.\d", "N", end) == "+ wheels N s (2 wheels [x] :x:, 2 MB)"
 
 
 def test_a_silent_stage_still_says_that_it_lives() -> None:
@@ -161,8 +161,9 @@ def test_the_summary_holds_each_stage_against_the_last_run_of_the_same(
         progress.summary()
         lines = out.getvalue().splitlines()[-3:]
         assert ("(last 12.3 s)" in lines[0], "(last 20.0 s)" in lines[2]) == (compared, compared)
-        assert re.fullmatch(r"image +0\.0 s .*a tag", lines[0]) and re.match(r"wall clock +0\.0 s", lines[2])
-    assert timings.recall(same).stages == {"image": 0.0, "first answer": 0.0}, "the next is compared with this one"
+        assert re.fullmatch(r"image +\d+\.\d s .*a tag", lines[0]) and re.match(r"wall clock +\d+\.\d s", lines[2])
+    again = timings.recall(same).stages
+    assert list(again) == ["image", "first answer"] and max(again.values()) < 6, "the next is compared with this one"
 
 
 def test_a_failed_run_is_nothing_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,4 +264,4 @@ def test_a_narrow_terminal_gets_a_summary_in_which_every_line_fits() -> None:
     progress.summary()
     lines = file.getvalue().splitlines()
     assert len(lines) == 3 and all(len(line) <= 40 for line in lines)
-    assert [line.split()[-2:] for line in lines] == list(itertools.repeat(["0.0", "s"], 3))
+    assert all(re.search(r" \d\.\d s$", line) for line in lines)
