@@ -13,8 +13,6 @@ from docs_blocks import REPO
 LOADING = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("link", "href"), ("use", "href")}
 NOT_LOADED = ("canonical", "next", "prev", "alternate")  # kinds of `link` that a browser does not fetch
 
-pytestmark = pytest.mark.full  # makes an environment of 180 MB when there is none
-
 
 class Loaded(HTMLParser):
     """What a browser fetches to show a page."""
