@@ -25,8 +25,13 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 def guarded(argv: Sequence[str]) -> list[str]:
     """The argv of a server whose every path asks for the key; of anything but `vllm serve` unchanged."""
+    return behind(argv, f"{__name__}.KeyGuard")
+
+
+def behind(argv: Sequence[str], middleware: str) -> list[str]:
+    """The argv of `vllm serve` with one more ASGI middleware, before the others; of anything else unchanged."""
     serves = [PurePath(argv[0]).name, *argv[1:2]] == ["vllm", "serve"] if argv else False
-    return [*argv, "--middleware", f"{__name__}.KeyGuard"] if serves else list(argv)
+    return [*argv, "--middleware", middleware] if serves else list(argv)
 
 
 class KeyGuard:

@@ -20,7 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from exl3_vllm import api_guard, guard, post_mortem
+from exl3_vllm import api_guard, drain_gate, guard, post_mortem
 from exl3_vllm.own_cache import use_own_cache
 from exl3_vllm.rank_api import ask, get
 from exl3_vllm.rank_settings import (
@@ -97,10 +97,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         except OSError as error:
             raise RankError(f"cannot make {folder}: {error.strerror}", EXIT_PREFLIGHT) from error
     child = use_own_cache({**environ, "EXL3_RECEIPT_DIR": str(settings.receipt_dir)}, settings, BUILT_CACHE)
-    key = settings.api_key() if settings.role == "head" else None
-    if key is not None:
-        child[api_guard.VARIABLE] = key
-        argv = api_guard.guarded(argv)
+    if settings.role == "head":
+        argv = drain_gate.gated(argv)
+        key = settings.api_key()
+        if key is not None:
+            child[api_guard.VARIABLE] = key
+            argv = api_guard.guarded(argv)
 
     def supervise(alive: guard.SignOfLife) -> int:
         try:

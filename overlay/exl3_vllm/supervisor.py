@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from exl3_vllm import exits, post_mortem, refusals, watch
+from exl3_vllm import drain_gate, exits, post_mortem, refusals, watch
 from exl3_vllm.gang import Gang, Identity, Phase
 from exl3_vllm.gang_wire import Wire
 from exl3_vllm.rank_api import Judge
@@ -63,6 +63,7 @@ class Supervisor:
         self.kills_before = watch.memory()["oom_kills"]
         self.asked = False  # this container was told to stop
         self.stop_by: float | None = None
+        self.told_to_stop = False  # vLLM was
         self.resume_at = 0.0
         self.ended_at = 0.0
         self.served_since: float | None = None
@@ -177,6 +178,7 @@ class Supervisor:
         for old in self.settings.receipt_dir.glob("*.json"):
             old.unlink()
         (self.settings.run_dir / refusals.FILE).unlink(missing_ok=True)
+        drain_gate.open_gate(self.settings.run_dir)
         self.vllm = VllmProcess(self.argv, self.environ, head=self.head)
         for pipe in self.vllm.pipes:
             self.selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self.pump(pipe))
@@ -283,10 +285,13 @@ class Supervisor:
         say(self.settings, f"{self.why}; vLLM has {self.stop_by - now:.0f} s")
         self.gang.stop(self.why)
         if self.head:
-            vllm.tell_to_stop()
+            drain_gate.close_gate(self.settings.run_dir)
 
     def drain(self, now: float) -> None:
         assert self.vllm is not None and self.stop_by is not None
+        if self.head and not self.told_to_stop and drain_gate.is_empty(self.settings.run_dir):
+            self.told_to_stop = True
+            self.vllm.tell_to_stop()
         if self.vllm.status is not None or self.gang.loss is not None or now > self.stop_by:
             peer = {} if self.asked else {"peer": self.gang.stop_asked_by}
             self.end("stop", "rank", self.why or "told to stop", now, **peer)

@@ -253,15 +253,53 @@ def test_the_api_key_reaches_vllm_and_no_argv_or_log(environ: dict[str, str], tm
     assert "sesame" not in out.split(" ", 1)[1] + err
 
 
-def test_with_a_key_vllm_is_started_behind_the_guard_of_every_path(environ: dict[str, str], tmp_path: Path) -> None:
+def test_vllms_head_is_started_behind_the_gate_and_with_a_key_behind_the_guard(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "key").write_text("sesame-123\n")
     program = tmp_path / "vllm"
     program.write_text('#!/bin/sh\necho "told: $@"\nexit 4\n')
     program.chmod(0o755)
     argv = ["--", str(program), "serve", "/model"]
     guarded = rank({**environ, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, *argv)[1]
-    assert "told: serve /model --middleware exl3_vllm.api_guard.KeyGuard\n" in guarded
-    assert "told: serve /model\n" in rank(environ, *argv)[1]
+    gated = "told: serve /model --middleware exl3_vllm.drain_gate.DrainGate"
+    assert f"{gated} --middleware exl3_vllm.api_guard.KeyGuard\n" in guarded
+    assert f"{gated}\n" in rank(environ, *argv)[1]
+
+
+ANSWERING = """if True:  # a server with one request inside, which it answers for as long as it was told
+    import fcntl, os, pathlib, signal, sys, time
+    from exl3_vllm import drain_gate
+    run = pathlib.Path(os.environ["EXL3_RUN_DIR"])
+    signal.signal(signal.SIGTERM, lambda *_: print("told to stop", flush=True) or sys.exit(0))
+    lock = drain_gate.open_lock(run)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    print("closed" if (run / "closed").exists() else "open", flush=True)
+    while not (run / "closed").exists():
+        time.sleep(0.02)
+    time.sleep(float(sys.argv[1]))
+    print("answered", flush=True)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [("1", ["open", "answered", "told to stop"]), ("50", ["open"])], ids=["soon", "too late"]
+)
+def test_vllm_is_told_to_stop_once_the_last_answer_is_out(
+    environ: dict[str, str], seconds: str, said: list[str]
+) -> None:
+    """Given a request inside and a gate left closed, then the gate is opened at the start, and the end awaits it."""
+    (Path(environ["EXL3_RUN_DIR"]) / "closed").touch()
+    process = begin(environ, *python(ANSWERING), seconds)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    process.terminate()
+    begun = time.monotonic()
+    code, out, _ = end(process)
+    assert (code, ["open", *out.split("\n")[:-1]]) == (0, said)
+    assert time.monotonic() - begun < 10  # what is too late has no more than the grace: 2 s before the first token
 
 
 @pytest.fixture

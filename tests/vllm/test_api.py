@@ -1,19 +1,19 @@
-"""vLLM's own server, without an engine: with the key guard no path but health and metrics answers without the key."""
+"""vLLM's own server, without an engine, behind the guard of its key and the gate that a stopping rank closes."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from exl3_vllm import api_guard
+from exl3_vllm import api_guard, drain_gate
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 KEY = "sesame-0123"
-OURS = [word for word in api_guard.guarded(["vllm", "serve"]) if word not in ("vllm", "serve")]
 
 
 def statuses(app: Any, header: dict[str, str]) -> dict[str, int]:
@@ -34,8 +34,21 @@ def test_no_path_of_the_real_server_answers_without_the_key(monkeypatch: pytest.
     monkeypatch.setenv(api_guard.VARIABLE, KEY)
     parser = make_arg_parser(FlexibleArgumentParser())
     plain = statuses(build_app(parser.parse_args([]), ("generate",)), {})
-    guarded = build_app(parser.parse_args(OURS), ("generate",))
+    guarded = build_app(parser.parse_args(api_guard.guarded(["vllm", "serve"])[2:]), ("generate",))
     assert plain["/v1/completions"] == 401 and plain["/invocations"] != 401
     without = statuses(guarded, {})
     assert {path for path, status in without.items() if status != 401} <= {"/health", "/metrics"}
     assert statuses(guarded, {"Authorization": f"Bearer {KEY}"})["/invocations"] != 401
+
+
+@pytest.mark.full
+def test_behind_the_closed_gate_the_real_server_answers_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EXL3_RUN_DIR", str(tmp_path))
+    parser = make_arg_parser(FlexibleArgumentParser())
+    app = build_app(parser.parse_args(drain_gate.gated(["vllm", "serve"])[2:]), ("generate",))
+    assert 503 not in set(statuses(app, {}).values())
+    drain_gate.close_gate(tmp_path)
+    assert {path for path, status in statuses(app, {}).items() if status != 503} <= {"/metrics"}
+    assert drain_gate.is_empty(tmp_path)
