@@ -86,7 +86,7 @@ def run(node: Node, progress: Progress, *, keep: bool) -> Outcome:
 @contextmanager
 def served(recipe: Recipe, node: Node, progress: Progress, *, keep: bool) -> Iterator[Serving]:
     """A served recipe, taken down at the end: when it was to be kept, only after a failure."""
-    serving = serve.up(recipe, [node], progress)
+    serving = serve.up(recipe, [node], progress, serve.Terms(verb="demo"))
     with serve.removed_on_failure([node], serving.deployment):
         yield serving
     if not keep:

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl3kit.errors import ExitCode
@@ -83,10 +84,21 @@ class Owner:
         seconds = [int(word) if word.lstrip("-").isdecimal() else 0 for word in (held, silent)]
         return cls(seconds[0], seconds[1], fields if isinstance(fields, dict) else {})
 
+    @property
+    def verb(self) -> str:
+        return f"`kit {self.fields.get('verb', '?')}`"
+
+    def is_own(self, asking: Mapping[str, Any]) -> bool:
+        """Whether whoever asks has started it: the same user, and a process of this machine (host names repeat)."""
+        told = self.fields
+        if any(told.get(key) != asking[key] for key in ("user", "host")) or not isinstance(told.get("pid"), int):
+            return False
+        return Path(f"/proc/{told['pid']}").exists()
+
     def __str__(self) -> str:
         told = self.fields
         who = f"{told.get('user', 'somebody')}@{told.get('host', 'an unknown machine')}"
-        return f"{who}: `kit {told.get('verb', '?')}`, process {told.get('pid', '?')}, for {age(self.held)}"
+        return f"{who}: {self.verb}, process {told.get('pid', '?')}, for {age(self.held)}"
 
 
 class Lock:
@@ -111,7 +123,7 @@ class Lock:
             return
         raise self.node.error(
             "the deployment lock was lost",
-            why="another operator broke it, or the connection to the node is gone",
+            why="`--break-lock` took it, or the connection to the node is gone",
             next_step="`kit status` shows what stands; start again when the other is done",
             code=ExitCode.PREFLIGHT,
         )
@@ -190,12 +202,14 @@ def take(node: Node, owner: Mapping[str, Any], *, break_lock: bool = False) -> t
             code=ExitCode.PREFLIGHT,
         )
     other = Owner.read(rest)
+    what = "another operator is changing what runs there"
     next_step = "wait until that has ended; `--break-lock` takes the lock from it, and what it does then fails"
     if other.silent > STALE_SECONDS or break_lock:  # only another user's file cannot be replaced
         next_step = f"the file is another user's: `sudo rm {FILE}` on the node"
-    raise node.error(
-        "another operator is changing what runs there", why=str(other), next_step=next_step, code=ExitCode.PREFLIGHT
-    )
+    elif other.is_own(owner):
+        what = f"your own {other.verb} is changing what runs there"
+        next_step = f"wait until that has ended, or end it: Ctrl-C where it runs, or `kill {other.fields['pid']}`"
+    raise node.error(what, why=str(other), next_step=next_step, code=ExitCode.PREFLIGHT)
 
 
 def first_line(process: subprocess.Popen[bytes]) -> str:

@@ -106,6 +106,7 @@ class Terms:
     force: bool = False  # though the memory does not suffice
     stamp: str | None = None  # of an earlier image to serve with
     build: bool = True  # what is missing; otherwise it is refused
+    verb: str = ""  # that the deployment lock names; `up` and the recipe when left out
 
 
 ANY_TERMS = Terms()
@@ -139,7 +140,7 @@ def up(recipe: Recipe, nodes: Sequence[Node], progress: Progress, terms: Terms =
 
     Raises `KitError`: preflight (another operator at work among it), build, verification, or serving.
     """
-    with deploy_lock.hold(nodes, f"up {recipe.name}", break_lock=terms.break_lock) as locks:
+    with deploy_lock.hold(nodes, terms.verb or f"up {recipe.name}", break_lock=terms.break_lock) as locks:
         ground, standing = look(recipe, nodes, progress, locks, terms)
         deployment = ground.plan(new_generation())
         if is_serving(standing, deployment):

@@ -312,7 +312,8 @@ def test_restart_under_load_answers_or_refuses_every_request_while_a_second_oper
         finally:
             restart.kill()
             restart.wait()
-    assert "another operator is changing what runs there" in sentence and "`kit restart demo-tp2`, process" in sentence
+    assert "your own `kit restart demo-tp2` is changing what runs there" in sentence
+    assert "`kit restart demo-tp2`, process" in sentence
     assert restart.returncode == 0, printed
     again = json.loads(printed[0])
     assert again["started"] and again["generation"] > serving["generation"]
@@ -496,7 +497,7 @@ def test_of_two_operators_at_once_one_wins_and_ctrl_c_takes_away_what_it_started
     lost, won = sorted(range(2), key=lambda number: "first answer" in printed[number])
     assert "first answer" in printed[won] and "first answer" not in printed[lost], printed
     assert both[lost].wait(timeout=30) == 3
-    assert re.search(r"another operator .*`kit up demo-tp2`, process \d+, for \d+ s", printed[lost]), printed[lost]
+    assert re.search(r"your own .*`kit up demo-tp2`, process \d+, for \d+ s", printed[lost]), printed[lost]
     interrupted(ready, both[won], signal.SIGINT)
 
 

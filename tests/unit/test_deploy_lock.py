@@ -52,6 +52,26 @@ def test_the_second_is_refused_with_owner_and_age_and_gets_it_after_the_first(no
     assert former is None
 
 
+def test_ones_own_kit_is_called_so_with_how_to_end_it_and_a_namesake_is_not(node: nodes.Node) -> None:
+    """Given a lock of this user's running process, then it is `your own`; of one that is not here, another's."""
+    mine = {**ALICE, "pid": os.getpid(), "verb": "demo"}
+    first, _ = deploy_lock.take(node, mine)
+    with pytest.raises(KitError, match="your own `kit demo` is changing what runs there") as refused:
+        deploy_lock.take(node, {**ALICE, "pid": 1})
+    assert refused.value.code == ExitCode.PREFLIGHT and f"`kill {os.getpid()}`" in str(refused.value.next_step)
+    for asking in (BOB, {**ALICE, "host": "laptop"}, {**ALICE, "user": "bob"}):
+        with pytest.raises(KitError, match="another operator"):
+            deploy_lock.take(node, asking)
+    first.release()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    elsewhere, _ = deploy_lock.take(node, {**mine, "pid": ended.pid})
+    with pytest.raises(KitError, match="another operator") as refused:
+        deploy_lock.take(node, mine)
+    assert "--break-lock" in str(refused.value.next_step)
+    elsewhere.release()
+
+
 def test_of_many_who_come_at_the_same_time_one_gets_it(node: nodes.Node) -> None:
     def attempt(number: int) -> deploy_lock.Lock | None:
         try:
