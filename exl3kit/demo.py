@@ -85,11 +85,13 @@ def run(node: Node, progress: Progress, *, keep: bool) -> Outcome:
 
 @contextmanager
 def served(recipe: Recipe, node: Node, progress: Progress, *, keep: bool) -> Iterator[Serving]:
-    """A served recipe, taken down at the end: when it was to be kept, only after a failure."""
+    """A served recipe, taken down at the end: when it was to be kept or served before, only after a failure."""
     serving = serve.up(recipe, [node], progress, serve.Terms(verb="demo"))
     with serve.removed_on_failure([node], serving.deployment):
         yield serving
-    if not keep:
+    if not serving.started:
+        progress.tell(f"{recipe.name} served before the demo, and goes on: `kit down {recipe.name}` ends it")
+    elif not keep:
         with progress.stage("stop the ranks"):
             containers.take_down([node], serving.deployment.name, volumes=True)
 

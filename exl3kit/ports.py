@@ -28,10 +28,11 @@ def require_free(node: Node, wanted: Iterable[int], *, spare: str) -> None:
         if deployment == spare:
             continue
         owner = f"deployment {deployment}" if deployment else owner_of(node, port)
+        stop = f"`kit down {deployment}` with the same --nodes" if deployment else "stop that"
         raise node.error(
             f"port {port} is in use",
             why=f"by {owner}" if owner else None,
-            next_step="stop that, or choose another with `--set serve.port=...`",
+            next_step=f"{stop}, or choose another with `--set serve.port=...`",
             code=ExitCode.PREFLIGHT,
         )
 

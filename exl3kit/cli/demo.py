@@ -40,7 +40,7 @@ def demo(
     here = engine_setup.ensured(install=install_engine, keep=keep, progress=progress)
     with stoppable(), here if host.is_local else nullcontext(), open_nodes([host]) as (opened,):
         outcome = demos.run(opened, progress, keep=keep)
-    show(outcome, console)
+    show(outcome, nodes, console)
     progress.summary()
     failure = demos.failure(outcome)
     if as_json:
@@ -69,9 +69,11 @@ def one_host(named: str) -> Host:
     return named_hosts[0]
 
 
-def show(outcome: Outcome, console: Console) -> None:
+def show(outcome: Outcome, nodes: str, console: Console) -> None:
     """Answers, ranks and what they prove, for people."""
     from rich.markup import escape
+
+    from exl3kit.demo import MODELS
 
     for told in outcome.answers:
         mark = "[green]exact[/]" if told.exact else "[red]WRONG[/]"
@@ -85,4 +87,5 @@ def show(outcome: Outcome, console: Console) -> None:
         f"{outcome.tokens_per_second:.0f} tokens/s one request at a time"
     )
     for model, url in outcome.urls.items():
-        console.print(f"{model} still serves at {url}")
+        down = f"kit down {MODELS[model][0]}" + ("" if nodes == "local" else f" --nodes {nodes}")
+        console.print(f"{model} still serves at {url}; `{escape(down)}` ends it")

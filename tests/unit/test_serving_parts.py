@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,29 @@ PROC = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when ret
 
 def test_only_listening_ports_are_taken() -> None:
     assert ports.parse(PROC) == {8000, 22}
+
+
+@pytest.mark.parametrize(
+    ("deployment", "fix"), [("demo-tp2", "`kit down demo-tp2` with the same --nodes, or"), (None, "stop that, or")]
+)
+def test_a_port_of_another_deployment_comes_with_the_command_that_frees_it(deployment: str | None, fix: str) -> None:
+    labels = {"io.exl3kit.ports": "8000,28000", "io.exl3kit.deployment": deployment}
+    listed = [SimpleNamespace(labels=labels)] if deployment else []
+
+    class Node:
+        engine = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: listed))
+
+        def run(self, argv: list[str]) -> SimpleNamespace:
+            return SimpleNamespace(stdout=PROC if argv[0] == "cat" else "", returncode=0)
+
+        def error(self, what: str, **fields: Any) -> KitError:
+            return KitError(what, where="node n0", **fields)
+
+    with pytest.raises(KitError, match="port 8000 is in use") as refused:
+        ports.require_free(Node(), [9000, 8000], spare="mine")  # type: ignore[arg-type]
+    assert fix in str(refused.value.next_step)
+    if deployment:
+        ports.require_free(Node(), [8000], spare=deployment)  # type: ignore[arg-type]
 
 
 def receipt(rank: int, **changes: Any) -> dict[str, Any]:
