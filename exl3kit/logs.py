@@ -52,17 +52,18 @@ def lines(standing: Sequence[Standing], *, tail: int | None, after: datetime | N
     found = []
     for one in standing:
         text: bytes = one.container.logs(tail="all" if tail is None else tail, since=start, timestamps=True)
-        found += [split(one, line) for line in text.decode("utf-8", "replace").splitlines()]
+        found += [line for whole in text.decode("utf-8", "replace").split("\n") for line in split(one, whole)]
     if after is not None:
         first = after.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")
         found = [line for line in found if line.stamp >= first]
     return sorted(found, key=lambda line: line.stamp)
 
 
-def split(one: Standing, line: str) -> Line:
-    """Docker's timestamp and the text of one line."""
-    stamp, _, text = line.rstrip("\r").partition(" ")
-    return Line(stamp, one, text)
+def split(one: Standing, line: str) -> list[Line]:
+    """Docker's timestamp and the text of one line, which is several when a progress bar painted over it."""
+    stamp, _, text = line.partition(" ")
+    states = [state for state in text.split("\r") if state.strip()]
+    return [Line(stamp, one, state) for state in states or [""] if stamp]
 
 
 def follow(standing: Sequence[Standing], *, tail: int | None, after: datetime | None = None) -> Iterator[Line]:
@@ -119,13 +120,10 @@ def stream(one: Standing, last: str) -> Iterator[Line]:
             for chunk in chunks:
                 *whole, rest = (rest + chunk).split(b"\n")
                 for text in whole:
-                    line = split(one, text.decode("utf-8", "replace"))
-                    if line.stamp > last:
-                        yield line
+                    yield from (line for line in split(one, text.decode("utf-8", "replace")) if line.stamp > last)
     except (DockerException, RequestException, OSError, KitError):
         return  # `ending` says what became of it
-    if rest and (line := split(one, rest.decode("utf-8", "replace"))).stamp > last:
-        yield line
+    yield from (line for line in split(one, rest.decode("utf-8", "replace")) if line.stamp > last)
 
 
 def ending(one: Standing) -> tuple[str, bool]:

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from exl3_vllm import watch
+from exl3_vllm.log_lines import Lines
 from exl3_vllm.rank_settings import EXIT_SERVING, RankError
 
 KEPT_LINES = 40
+KEPT_BYTES = 4096  # of a line
+BAR_S = "1"  # seconds between two states of a progress bar, each of which is a line of the log
 KILL_S = 5.0  # for the kernel to end killed processes, which may be giving back gigabytes
 HANDLED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
@@ -34,7 +37,7 @@ class VllmProcess:
             self.pid = os.posix_spawnp(
                 argv[0],
                 list(argv),
-                dict(environ),
+                {"TQDM_MININTERVAL": BAR_S, **environ},
                 file_actions=actions,
                 setsid=True,
                 setsigmask=(),
@@ -46,30 +49,27 @@ class VllmProcess:
             os.close(out[1])
             os.close(err[1])
         self.pipes = {out[0]: 1, err[0]: 2}  # pipe -> where it is passed on to
-        self._rest = {out[0]: b"", err[0]: b""}
+        self._lines = {out[0]: Lines(), err[0]: Lines()}
+        self._latest = 0  # the pipe that the last kept line came from
         self.tree = watch.Tree(self.pid, head)
 
     def pump(self, pipe: int) -> bool:
-        """Pass on what has come; False at the pipe's end, which is then closed."""
+        """Pass on the lines that have come; False at the pipe's end, which is then closed."""
         chunk = os.read(pipe, 65536)
-        if not chunk:
-            if self._rest[pipe]:
-                self._keep(self._rest.pop(pipe))
-            os.close(pipe)
-            del self.pipes[pipe]
-            return False
+        lines = list(self._lines[pipe].feed(chunk) if chunk else self._lines[pipe].end())
         with suppress(OSError):  # the engine's log is gone with the engine; vLLM goes on
-            view = memoryview(chunk)
+            view = memoryview(b"".join(line + b"\n" for line, _ in lines))
             while view:
                 view = view[os.write(self.pipes[pipe], view) :]
-        *whole, self._rest[pipe] = (self._rest[pipe] + chunk).split(b"\n")
-        for line in whole:
-            self._keep(line)
-        self._rest[pipe] = self._rest[pipe][-4096:]
-        return True
-
-    def _keep(self, line: bytes) -> None:
-        self.lines.append(line.decode("utf-8", "replace").rstrip())
+        for line, again in lines:
+            if again and self._latest == pipe:  # of a bar only the last state is kept
+                self.lines.pop()
+            self.lines.append(line[:KEPT_BYTES].decode("utf-8", "replace").rstrip())
+            self._latest = pipe
+        if not chunk:
+            os.close(pipe)
+            del self.pipes[pipe]
+        return bool(chunk)
 
     def reap(self) -> None:
         """Collect every ended child; orphans of vLLM are ours too."""

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "overlay"))
 
-from exl3_vllm import exits, post_mortem, watch
+from exl3_vllm import exits, log_lines, post_mortem, watch
 from exl3_vllm.state import State
 from exl3_vllm.vllm_process import VllmProcess
 
@@ -118,6 +118,56 @@ def test_a_worker_that_is_collected_before_it_was_looked_at_keeps_its_signal(mon
     monkeypatch.undo()
     os.kill(vllm.pid, signal.SIGKILL)
     os.waitpid(vllm.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"a\nb", b"c\n\nd"], ["a", "bc", "", "d"]),
+        ([b"a\r\nb\r", b"\nc\r\n"], ["a", "b", "c"]),
+        # a bar: a state is given as soon as it stands there, and takes the place of the one before
+        ([b"\rload 1", b"\rload 2", b"\n", b"after\n"], ["load 1", "=load 2", "after"]),
+        ([b"\rload 1\rload 2\n\rgraph 1\n"], ["load 1", "=load 2", "graph 1"]),
+        ([b"load 1\r", b"load 2\r", b"      \r", b"after\n"], ["load 1", "=load 2", "=after"]),
+        # vLLM writes the name of its process once, before the first state
+        ([b"(W pid=7) ", b"\rload 1", b"\rload 2\n", b"x\n"], ["(W pid=7) load 1", "=(W pid=7) load 2", "x"]),
+        ([b"\x1b[36m(W pid=7)\x1b[0;0m \rload 1\n"], ["\x1b[36m(W pid=7)\x1b[0;0m load 1"]),
+        ([b"no end"], ["no end"]),
+        ([b"x" * (log_lines.LONGEST + 1), b"y\n"], ["x" * (log_lines.LONGEST + 1), "y"]),
+    ],
+)  # fmt: skip
+def test_every_state_of_a_progress_bar_is_a_line(chunks: list[bytes], lines: list[str]) -> None:
+    output = log_lines.Lines()
+    told = [pair for chunk in chunks for pair in output.feed(chunk)] + list(output.end())
+    assert [f"{'=' if again else ''}{line.decode()}" for line, again in told] == lines
+
+
+def test_a_bar_is_in_the_log_while_it_runs_and_its_last_state_in_the_post_mortem(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Given a bar that waits in the middle, then the engine has its first state already; kept is the last one."""
+    bar = "import sys; say = sys.stderr.write; say('before\\n'); say('\\rload 1'); input(); say('\\rload 2\\n')"
+    ours, theirs = os.pipe()
+    saved = os.dup(0)
+    os.dup2(ours, 0)
+    try:
+        vllm = VllmProcess([sys.executable, "-c", bar], dict(os.environ), head=True)
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(ours)
+    err = next(pipe for pipe, to in vllm.pipes.items() if to == 2)
+    seen = ""
+    while "load 1\n" not in seen:
+        assert vllm.pump(err)
+        seen += capfd.readouterr().err
+    os.write(theirs, b"\n")
+    os.close(theirs)
+    while vllm.pump(err):
+        pass
+    os.waitpid(vllm.pid, 0)
+    assert seen + capfd.readouterr().err == "before\nload 1\nload 2\n"
+    assert list(vllm.lines) == ["before", "load 2"]
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,33 @@ NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 )
 def test_since_takes_a_span(text: str, ago: int) -> None:
     assert (NOON - logs.since(text, NOON)).total_seconds() == ago
+
+
+def log_of(rank: int, text: str) -> Any:
+    """A standing rank whose engine gives this log."""
+    container = SimpleNamespace(logs=lambda **_: text.encode())
+    return SimpleNamespace(rank=rank, container=container)
+
+
+def test_a_progress_bar_is_a_line_per_state_among_those_of_the_other_ranks_by_time() -> None:
+    """Given a bar that painted over its line, then each state has the line's stamp, and no state counts as one."""
+    head = log_of(0, "2026-01-31T12:00:01Z a\n2026-01-31T12:00:03Z \rload 50%\rload 100%\n2026-01-31T12:00:04Z \n")
+    worker = log_of(1, "2026-01-31T12:00:02Z b\x0bc\r\n2026-01-31T12:00:05Z d\n")
+    told = [(line.stamp[17:19], line.one.rank, line.text) for line in logs.lines([head, worker], tail=None)]
+    assert told == [
+        ("01", 0, "a"), ("02", 1, "b\x0bc"), ("03", 0, "load 50%"), ("03", 0, "load 100%"), ("04", 0, ""),
+        ("05", 1, "d"),
+    ]  # fmt: skip
+
+
+def test_a_bar_that_is_followed_is_split_as_well() -> None:
+    chunks = [b"2026-01-31T12:00:01Z a\n2026-01-31T12:00:02Z \rload", b" 50%\rload 100%\n2026-01-31T12:00:03Z \rgraph"]
+    engine = SimpleNamespace(api=SimpleNamespace(logs=lambda *_, **__: iter(chunks)))
+    one = SimpleNamespace(
+        container=SimpleNamespace(id="c"), node=SimpleNamespace(patient_engine=lambda _: nullcontext(engine))
+    )
+    last = "2026-01-31T12:00:01Z"
+    assert [line.text for line in logs.stream(one, last)] == ["load 50%", "load 100%", "graph"]  # type: ignore[arg-type]
 
 
 def test_since_takes_a_date_and_refuses_what_is_no_time() -> None:
