@@ -13,7 +13,7 @@ from typing import Any
 
 from rig_lib import network, node
 
-from faults_lib.gang_on_rig import NODES, RECIPE, STALL_S, GangOnRig
+from faults_lib.gang_on_rig import NODES, RECIPE, SETTINGS, STALL_S, GangOnRig
 from faults_lib.soak import clients
 
 ENDED, RIDDEN_OUT, REFUSED, REPORTED = "gang ended", "ridden out", "refused", "reported"
@@ -105,6 +105,15 @@ def power_on(gang: GangOnRig, *names: str) -> None:
         node.wait(gang.nodes[name], gang.options)
 
 
+def come_back_late(gang: GangOnRig) -> None:
+    """After two minutes: the head waits for rank 1 meanwhile, and says so."""
+    time.sleep(110)
+    told = gang.status(0)
+    if told.get("state") != "waiting" or [one["rank"] for one in told["waiting_for"]] != [1]:
+        raise AssertionError(f"rank 0 does not wait for rank 1: {told.get('state')}, {told.get('waiting_for')}")
+    power_on(gang, "node2")
+
+
 # Disk, memory, requests ---------------------------------------------------------------------------------------------
 
 
@@ -192,7 +201,9 @@ def restart_under_load(gang: GangOnRig) -> None:
     """A restart while 16 clients ask: each request is answered or refused cleanly, and none hangs."""
     going = clients(gang, 16, 30)
     time.sleep(3)
-    gang.up()
+    done = gang.kit("restart", RECIPE, "--nodes", NODES, *(word for one in SETTINGS for word in ("--set", one)))
+    if done.returncode != 0:
+        raise AssertionError(f"kit restart ends with {done.returncode}: {done.stderr}")
     told = json.loads(going.communicate(timeout=400)[0])
     unclean = set(told["errors"]) - CLEAN
     if unclean or told["longest_s"] > 60 or not told["p50_s"]:
@@ -241,6 +252,14 @@ FAULTS = [
         lambda gang: power_off(gang, "node1", "node2"),
         (Blame(0, "", SILENT), Blame(1, "", SILENT)),
         mend=lambda gang: power_on(gang, "node1", "node2"),
+    ),
+    Fault(
+        "node2 is without power for two minutes",
+        ENDED,
+        lambda gang: power_off(gang, "node2"),
+        (Blame(1, "", SILENT),),
+        mend=come_back_late,
+        runs=3,
     ),
     Fault("state disk full, then kill -9 of rank 1's worker", ENDED, fill_disk, (Blame(1, "worker", ("exit",)),)),
     Fault("memory limit of rank 1 hit", ENDED, starve, (Blame(1, "", ("oom",)),), mend=feed),
