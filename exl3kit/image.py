@@ -225,7 +225,9 @@ def _has(node: Node, tag: str, label: str, value: str) -> bool:
 
 def _build_environment(lock: Lock, pinned: pins.Pins, node: Node, progress: Progress, cache: bool) -> str:
     """Base and wheels are fetched side by side, then the environment is built from them; gives its tag."""
-    base, house = side_by_side.run(lambda: _base(pinned, node, progress), lambda: _wheels(pinned, progress))
+    base, house = side_by_side.run(
+        lambda: _base(pinned, node, progress), lambda: _wheels(pinned, progress), say=progress.tell
+    )
     entries = context.for_environment(lock, pinned.wheels, Path(house))
     _check_room(node, ROOM_PER_WHEEL_BYTE * sum(entry.size for entry in entries) + ROOM_FOR_THE_REST)
     key = environment_key(lock, pinned)

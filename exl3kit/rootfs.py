@@ -158,9 +158,10 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
                 stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
         if any(line.startswith("E: Failed to fetch") and "/dists/" in line for line in said):
-            raise _failed(
-                said, pins.host()
-            )  # the mirrors cannot be read: to ask what they offer would take a minute more
+            # The mirrors cannot be read: to ask what they offer would take a minute more.
+            raise _failed(said, pins.host())
+        if stage is not None:
+            stage.say("it failed: the mirrors are asked what they offer now")
         offered = resolve(base, platform)
         raise _differs(base.packages, offered) if offered != dict(base.packages) else _failed(said, platform)
 

@@ -291,7 +291,8 @@ def prepare(ground: Ground, progress: Progress) -> None:
                 raise OSError("interrupted")
             stage.advance(count)
 
-        told = weight_files.spread(ground.nodes, ground.facts, ground.weights, ground.lock.tag, advance, stopped)
+        there = (ground.nodes, ground.facts, ground.weights, ground.lock.tag)
+        told = weight_files.spread(*there, advance, stopped, progress.tell)
         stage.conclude(", ".join(f"{name} {what}" for name, what in told.items()))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -16,16 +16,22 @@ _programs: set[subprocess.Popen[str]] = set()
 _guard = threading.Lock()
 
 
-def run(*jobs: Callable[[], T], stopped: threading.Event | None = None) -> list[T]:
+def run(
+    *jobs: Callable[[], T], stopped: threading.Event | None = None, say: Callable[[str], None] | None = None
+) -> list[T]:
     """Run every job in a thread of its own and give their results in order.
 
-    All of them end before the first failure is raised. On Ctrl-C `stopped` is set for the jobs to see, their programs
-    are stopped, and they get ten seconds.
+    All of them end before the first failure is raised, for what they fetch is there the next time; `say` is told at
+    once of a failure that others outlive. On Ctrl-C `stopped` is set for the jobs to see, their programs are stopped,
+    and they get ten seconds.
     """
     futures: list[Future[T]] = [Future() for _ in jobs]
     for job, future in zip(jobs, futures, strict=True):
         threading.Thread(target=_fulfil, args=(job, future), daemon=True).start()
     try:
+        ended, going_on = wait(futures, return_when=FIRST_EXCEPTION)
+        if going_on and say is not None:
+            say(f"{_failure(ended)}; what runs beside it goes on, and is there the next time; Ctrl-C ends it")
         wait(futures)
     except BaseException:
         if stopped is not None:
@@ -34,6 +40,12 @@ def run(*jobs: Callable[[], T], stopped: threading.Event | None = None) -> list[
         wait(futures, timeout=GRACE_SECONDS)
         raise
     return [future.result() for future in futures]
+
+
+def _failure(ended: Iterable[Future[T]]) -> str:
+    """The first line of what failed: a `KitError` without its next step, which comes at the end."""
+    error = next(error for future in ended if (error := future.exception()) is not None)
+    return str(error).partition("\n")[0]
 
 
 def _fulfil(job: Callable[[], T], future: Future[T]) -> None:

@@ -34,7 +34,7 @@ def spread(source: Node, targets: Sequence[Node], built: BuiltImage, *, progress
     check_room(source, known, built)
     stopped = threading.Event()
     copies = [partial(copy, source, target, built, known[target], progress, stopped) for target in targets]
-    side_by_side.run(*copies, stopped=stopped)
+    side_by_side.run(*copies, stopped=stopped, say=progress.tell)
 
 
 def check_room(source: Node, known: Mapping[Node, int], built: BuiltImage) -> None:

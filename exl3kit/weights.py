@@ -13,13 +13,14 @@ import json
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from exl3kit import deployment as plans
-from exl3kit import hub, manifest, node_files, recipes, weight_sync
+from exl3kit import hub, manifest, node_files, recipes, side_by_side, weight_sync
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from exl3kit.nodes import Node
     from exl3kit.recipe import Recipe
 
-T = TypeVar("T")
 CHUNK = 1 << 20
 LINK_SECONDS = 120.0  # for some hundred links
 
@@ -202,17 +202,20 @@ def spread(
     image: str,
     advance: Callable[[int], None],
     stopped: threading.Event,
+    say: Callable[[str], None],
 ) -> dict[str, str]:
     """Make every node have the weights; returns by node what was done.
 
     A node that has them is the source for those that lack them, over the fabric; only what no node has is sent from
-    here, and then to one node where that one can pass it on. Ctrl-C sets `stopped`, and `advance` is to raise then.
+    here, and then to one node where that one can pass it on. Ctrl-C sets `stopped`, and `advance` is to raise then;
+    `say` is told of a copy that fails while others go on.
 
     Raises `KitError`: preflight for an unreadable or incomplete copy or too little space, verification for a copy that
     is not what was put there, unreachable for a copy that broke off.
     """
     names = [node.name for node in nodes]
-    found = in_parallel(nodes, lambda node: present(node, facts, weights, image), stopped)
+    looks = [partial(present, node, facts, weights, image) for node in nodes]
+    found = side_by_side.run(*looks, stopped=stopped)
     done = dict(zip(names, found, strict=True))
     lacking = [node for node in nodes if done[node.name] is None]
     sources = [node for node in nodes if done[node.name] is not None and not (node.is_local and weights.holder is None)]
@@ -222,21 +225,10 @@ def spread(
         sources = [first]
         lacking.remove(first)
     source = sources[0] if sources else None
-    told = in_parallel(lacking, lambda node: bring(node, facts, weights, image, advance, source), stopped)
+    copies = [partial(bring, node, facts, weights, image, advance, source) for node in lacking]
+    told = side_by_side.run(*copies, stopped=stopped, say=say)
     done.update(zip((node.name for node in lacking), told, strict=True))
     return {name: word or "" for name, word in done.items()}
-
-
-def in_parallel(nodes: Sequence[Node], job: Callable[[Node], T], stopped: threading.Event) -> list[T]:
-    """The results of one job on every node; all end before the first failure is raised. Ctrl-C sets `stopped`."""
-    with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
-        running = [pool.submit(job, node) for node in nodes]
-        try:
-            wait(running)
-        except BaseException:
-            stopped.set()
-            raise
-    return [one.result() for one in running]
 
 
 def can_pass_on(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> bool:

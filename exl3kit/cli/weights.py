@@ -103,7 +103,7 @@ def sync(
                     raise OSError("interrupted")
                 stage.advance(count)
 
-            told = weight_files.spread(there, facts, found, image, advance, stopped)
+            told = weight_files.spread(there, facts, found, image, advance, stopped, progress.tell)
         folders = {node.name: weight_files.directory_on(node, facts[node.name], found) for node in there}
         with progress.stage("drop the page cache"):
             weight_files.drop_cache(there, folders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from exl3kit import side_by_side
+from exl3kit.errors import KitError
+from exl3kit.progress import Progress
 
 
 def test_results_come_in_order_and_the_first_failure_after_all_have_ended() -> None:
@@ -30,6 +34,41 @@ def test_results_come_in_order_and_the_first_failure_after_all_have_ended() -> N
     with pytest.raises(ValueError, match="no"):
         side_by_side.run(failing, slow)
     assert ended.is_set()
+
+
+def test_a_failure_that_others_outlive_is_told_at_once_and_its_stage_is_no_longer_shown_as_running() -> None:
+    """Given one job that fails beside one that works on, then the screen says so before that one has ended."""
+    out, go_on = io.StringIO(), threading.Event()
+    progress = Progress(Console(file=out, width=200))
+    seen: list[str] = []
+
+    def failing() -> None:
+        with progress.stage("wheels"):
+            raise KitError("no such wheel", where="pins", why="pip says so", next_step="look")
+
+    def slow() -> None:
+        with progress.stage("rootfs"):
+            assert go_on.wait(5)
+
+    def say(text: str) -> None:
+        progress.tell(text)
+        seen.append(out.getvalue())
+        assert [stage.name for stage in progress.active] == ["rootfs"]
+        go_on.set()
+
+    with pytest.raises(KitError, match="no such wheel"):
+        side_by_side.run(slow, failing, say=say)
+    (then,) = seen
+    assert "x wheels" in then and "+ rootfs" not in then
+    assert "pins: no such wheel (pip says so); what runs beside it goes on" in then and "next: look" not in then
+
+
+def test_a_failure_after_all_others_and_success_are_not_told() -> None:
+    told: list[str] = []
+    assert side_by_side.run(lambda: 1, lambda: 2, say=told.append) == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        side_by_side.run(lambda: 1 / 0, say=told.append)
+    assert told == []
 
 
 INTERRUPTED = """
