@@ -41,7 +41,7 @@ class DrainGate:
         if scope["type"] not in ("http", "websocket") or path in UNCOUNTED:
             await self.app(scope, receive, send)
         elif not self.enter():
-            await refuse(scope, send)
+            await refuse(scope, receive, send)
         else:
             try:
                 await self.app(scope, receive, send)
@@ -71,10 +71,13 @@ class DrainGate:
             fcntl.flock(self.lock, fcntl.LOCK_UN)
 
 
-async def refuse(scope: dict[str, Any], send: Send) -> None:
+async def refuse(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    """Say so once the client has sent all: one that still writes when the connection ends sees a broken pipe only."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1012})  # RFC 6455's registry: service restart
         return
+    while (await receive()).get("more_body"):
+        pass
     said = {"message": "this server is stopping; ask again later", "type": "ServiceUnavailable", "code": 503}
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
