@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -76,12 +75,9 @@ def observe_boot(
     """One boot's record and observations."""
     rungs = plans.ladder(target.max_model_len, question.rungs)
     steps = plans.prefill(rungs, question.count, campaign.salt(), question.least)
-    boot: dict[str, Any] = {"number": number, "arm": arm, "at": time.time(), "environment": target.environment()}
-    boot["before"] = target.receipts()
-    seen = campaign.observe(target, steps, recorder, progress, number, f"observe {arm}")
-    if boot["before"]:
-        time.sleep(targets.RUNTIME_RECEIPTS)
-    return {**boot, "after": target.receipts()}, seen
+    with target.boot(number, arm) as boot:
+        seen = campaign.observe(target, steps, recorder, progress, number, f"observe {arm}")
+    return boot, seen
 
 
 def conclude(

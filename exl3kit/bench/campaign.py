@@ -69,10 +69,9 @@ def text() -> str:
 
 def run(target: Target, steps: Sequence[Step], recorder: Recorder, progress: Progress, *, max_cv: float) -> Outcome:
     """One boot's campaign: its observations, and what they are worth."""
-    recorder.write(
-        "boot", {"number": 0, "arm": "A", "environment": target.environment(), "receipts": target.receipts()}
-    )
-    pairs = summaries.judged(observe(target, steps, recorder, progress))
+    with target.boot(0, "A") as boot:
+        pairs = summaries.judged(observe(target, steps, recorder, progress))
+    recorder.write("boot", boot)
     outcome = Outcome(summaries.rows(pairs), summaries.faults(pairs, max_cv=max_cv), recorder.folder)
     recorder.write("result", outcome.as_json())
     return outcome

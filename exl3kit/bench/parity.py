@@ -172,13 +172,13 @@ class Parity:
         return {**asdict(self), "valid": self.verdict != INVALID}
 
 
-def judge(reference: Scores, control: Scores, other: Scores, question: Question) -> Parity:
-    """What the difference of `other` means next to the control's. Pure."""
+def judge(reference: Scores, control: Scores, other: Scores, question: Question, faults: Sequence[str] = ()) -> Parity:
+    """What the difference of `other` means next to the control's; `faults` are those of the boots. Pure."""
     try:
         alone, apart = differences(reference, control), differences(reference, other)
     except ValueError as error:
         return Parity(INVALID, [str(error)], [], [], question.limit)
-    problems = [*_gaps(reference, alone, "control"), *_gaps(reference, apart, "other arm", kinds=("prefill",))]
+    problems = [*faults, *_gaps(reference, alone, "control"), *_gaps(reference, apart, "other arm", kinds=("prefill",))]
     problems += _restless(alone, question.limit)
     if problems:
         return Parity(INVALID, problems, alone, apart, question.limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,19 @@ class Target:
         from exl3kit import receipts
 
         return receipts.collect(self.standing) if self.standing else []
+
+    @contextmanager
+    def boot(self, number: int, arm: str) -> Iterator[dict[str, Any]]:
+        """The record of a boot that the body measures: its environment, and the receipts of all ranks before and after.
+
+        It is whole when the body has ended.
+        """
+        told: dict[str, Any] = {"number": number, "arm": arm, "at": time.time(), "environment": self.environment()}
+        told["before"] = self.receipts()
+        yield told
+        if told["before"]:
+            time.sleep(RUNTIME_RECEIPTS)
+        told["after"] = self.receipts()
 
     def environment(self) -> dict[str, Any]:
         """All that could make a figure another one, and is equal between boots of one recipe."""

@@ -39,8 +39,9 @@ def load(
         recorder = Recorder(bench_args.folder(out, "load"))
         with contextlib.closing(recorder):
             recorder.begin("load", {**targets.described(target), "prompt": prompt, "answer": answer})
-            recorder.write("boot", {"number": 0, "arm": "A", "environment": target.environment()})
-            rows, faults = loads.run(target, asked, recorder, output.progress(as_json=as_json))
+            with target.boot(0, "A") as boot:
+                rows, faults = loads.run(target, asked, recorder, output.progress(as_json=as_json))
+            recorder.write("boot", boot)
             recorder.write("result", {"faults": faults, "valid": not faults})
     if as_json:
         output.emit({"levels": rows, "faults": faults, "valid": not faults, "receipts": str(recorder.folder)})
@@ -90,18 +91,20 @@ def mnbt(
     with stoppable(), open_nodes(nodes) as opened, contextlib.closing(recorder):
         recorder.begin("mnbt", {**targets.recorded(loaded), "max_cv": counting.max_cv})
         for number, value in enumerate(bench_args.numbers(values, "--values")):
-            with ab.booted(sweep.with_value(loaded, value), opened, progress) as target:
+            with (
+                ab.booted(sweep.with_value(loaded, value), opened, progress) as target,
+                target.boot(number, "A") as boot,
+            ):
                 ladder = plans.ladder(target.max_model_len, bench_args.numbers(rungs, "--rungs"))
                 steps = sweep.steps(ladder, counting.count, counting.least)
                 seen = campaign.observe(target, steps, recorder, progress, number, f"observe {value}")
                 beside = sweep.beside_long(target, ladder[0], ladder[-1], counting.count)
-                told = {"environment": target.environment(), "value": value, "beside": beside}
-                recorder.write("boot", {"number": number, "arm": "A", **told, "pool": sweep.pool_of(target)})
                 faults += [
                     f"{value}: {fault}" for fault in summaries.faults(summaries.judged(seen), max_cv=counting.max_cv)
                 ]
                 if not faults:
                     found.append(sweep.setting(value, seen, beside, sweep.pool_of(target)))
+            recorder.write("boot", {**boot, "value": value, "beside": beside, "pool": sweep.pool_of(target)})
         chosen, why = sweep.recommend(found) if found and not faults else (None, "")
         result = {"settings": [one.as_json() for one in found], "faults": faults, "valid": not faults,
                   "recommended": chosen.value if chosen else None, "why": why}  # fmt: skip

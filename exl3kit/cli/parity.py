@@ -31,9 +31,10 @@ def parity(
 ) -> None:
     """Compare two arms' whole next-token distributions, in prefill and in decode, beside an unchanged control.
 
-    Boots A, A again (the control) and B. Exit code 5 when B is another model than A, 8 when nothing can be said.
+    Boots A, A again (the control) and B. Exit code 5 when B is another model than A, 8 when nothing can be said: also
+    when a tier that an arm names did no rows.
     """
-    from exl3kit.bench import ab, targets
+    from exl3kit.bench import ab, engagement, targets
     from exl3kit.bench import parity as compared
     from exl3kit.bench.records import Recorder
     from exl3kit.nodes import open_nodes
@@ -45,17 +46,19 @@ def parity(
     progress = output.progress(Run("parity", first.name, arms.nodes), as_json=as_json)
     recorder = Recorder(bench_args.folder(out, "parity"))
     scores: list[compared.Scores] = []
+    faults: list[str] = []
     with stoppable(), open_nodes(arms.nodes) as opened, contextlib.closing(recorder):
         named = ab.named_differences(first, second, opened)
         recorder.begin("parity", {"a": targets.recorded(first), "b": targets.recorded(second), "named": list(named),
                                   "question": question.settings()})  # fmt: skip
         for number, (arm, loaded) in enumerate((("A", first), ("A", first), ("B", second))):
-            with ab.booted(loaded, opened, progress) as target:
-                recorder.write("boot", {"number": number, "arm": arm, "environment": target.environment(),
-                                        "before": target.receipts()})  # fmt: skip
+            with ab.booted(loaded, opened, progress) as target, target.boot(number, arm) as boot:
                 scores.append(compared.score(target, question, progress, f"score {arm}", scores[0] if scores else None))
+            recorder.write("boot", boot)
+            idle = engagement.faults(boot["before"], boot["after"], loaded.exl3.tier)
+            faults += [f"boot {number} ({arm}): {fault}" for fault in idle]
         reference, control, other = scores
-        found = compared.judge(reference, control, other, question)
+        found = compared.judge(reference, control, other, question, faults)
         for position in compared.positions(reference, control, other):
             recorder.write("position", position)
         recorder.write("result", found.as_json())

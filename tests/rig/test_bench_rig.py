@@ -71,7 +71,7 @@ def test_the_served_demo_is_measured_and_every_fault_refused(serving: Rig, tmp_p
     records = [json.loads(line) for line in (tmp_path / "p" / "campaign.jsonl").read_text().splitlines()]
     boot = next(record for record in records if record["record"] == "boot")
     assert [rank["node"] for rank in boot["environment"]["ranks"]] == ["node1", "node2"]
-    assert [receipt["rank"] for receipt in boot["before"]] == [0, 1]
+    assert [[receipt["rank"] for receipt in boot[end]] for end in ("before", "after")] == [[0, 1], [0, 1]]
     assert records[0]["recipe"]["name"] == "demo-tp2" and len(records[0]["stamp"]) == 64
     page = told(kit(serving, "bench", "report", tmp_path / "p", "--json"))
     assert page["valid"] and {Path(path).suffix for path in page["files"]} == {".html", ".png"}

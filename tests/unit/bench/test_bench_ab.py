@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import subprocess
@@ -11,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arena import quiet
 
-from exl3kit.bench import ab, metrics, paced, selftest
+from exl3kit.bench import ab, metrics, paced, plans, records, selftest, targets
+from exl3kit.bench import campaign as runs
 from exl3kit.bench.ab import Question
 from exl3kit.bench.comparison import INVALID, NONE
+from exl3kit.bench.places import Here
+from exl3kit.bench.records import Recorder
+from exl3kit.bench.targets import Target
 from exl3kit.errors import KitError
 
 ROWS = selftest.recorded()
@@ -144,3 +150,24 @@ def test_a_server_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     argv = ["bench", "prefill", "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "r")]
     done = subprocess.run([sys.executable, "-m", "exl3kit.cli", *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 7 and "the server cannot be measured" in done.stderr and "Traceback" not in done.stderr
+
+
+class Counting(Target):
+    """A paced server that hands a new receipt out each time it is asked."""
+
+    def receipts(self) -> list[dict[str, Any]]:
+        self.asked = getattr(self, "asked", 0) + 1
+        return [receipt({"sorted": self.asked})]
+
+
+def test_a_boot_is_recorded_with_the_receipts_of_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given ranks whose receipts count on, when one boot is measured, then its record has both ends, and no third
+    monkeypatch.setattr(targets, "RUNTIME_RECEIPTS", 0)
+    with paced.running(paced.Pace()) as url, contextlib.closing(Recorder(tmp_path)) as recorder:
+        recorder.begin("prefill", {})
+        one = runs.run(Counting(Here(url)), plans.prefill([64], 1, "salt", 1), recorder, quiet(), max_cv=1)
+    (boot,) = records.read(tmp_path).boots
+    assert one.faults == [] and (boot["number"], boot["arm"]) == (0, "A")
+    assert [boot[end][0]["rows_handled"]["sorted"] for end in ("before", "after")] == [1, 2]

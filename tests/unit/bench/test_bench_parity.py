@@ -83,6 +83,12 @@ def test_an_arm_that_goes_its_own_way_in_decode_is_different() -> None:
     assert found.verdict == DIFFERENT and "decode" in found.sentences[0]
 
 
+def test_a_tier_that_did_no_rows_is_no_tier_to_be_the_same_as() -> None:
+    found = parity.judge(scores(), scores(), scores(), Question(), ["boot 2 (B): rank 0 handled no row on the tier x"])
+    error = parity.refusal(found, "here")
+    assert found.verdict == INVALID and error is not None and error.code == 8 and "no row" in str(error)
+
+
 def test_a_nan_proves_nothing() -> None:
     broken = scores()
     broken.distributions["prefill", 0, 3][1] = math.nan
