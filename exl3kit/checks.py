@@ -42,6 +42,7 @@ class Standing:
     generation: str
     running: bool
     ports: tuple[int, ...] = ()
+    health: str | None = None  # the engine's word for the rank's own check: starting, healthy, unhealthy
 
 
 @dataclass(frozen=True)
@@ -312,14 +313,25 @@ def memory(place: Place, need: Need) -> Iterator[Finding]:
 
 
 def leftovers(place: Place, need: Need) -> Iterator[Finding]:
-    """Containers of older gangs."""
+    """Other deployments' containers: those that serve or start, and what is left of gangs that do neither."""
     others = [one for one in place.standing if one.deployment != need.deployment]
+    left = 0
     for name in sorted({one.deployment for one in others}):
         here = [one for one in others if one.deployment == name]
-        running = sum(one.running for one in here)
-        state = f"{running} of its ranks run" if running else "stopped"
-        yield place.find("leftovers", "warn" if running else "ok", f"deployment {name}: {state}", f"`kit down {name}`")
-    if not others:
+        running = [one for one in here if one.running]
+        states = sorted({one.health or "without a health check" for one in running})
+        if len({one.generation for one in running}) > 1:
+            states.append("of several generations")
+        ranks = max(one.ranks for one in here)
+        says = f"deployment {name}: {len(running)} of its {ranks} ranks run here, {', '.join(states)}"
+        # A rank is healthy only in a gang that serves. One that is left alone waits, which looks like starting.
+        if running == here and (states == ["healthy"] or (len(here) == ranks and {*states} <= {"healthy", "starting"})):
+            yield place.find("deployments", "ok", says)
+            continue
+        left += 1
+        says = says if running else f"deployment {name}: stopped"
+        yield place.find("leftovers", "warn" if running else "ok", says, f"`kit down {name}`")
+    if not left:
         yield place.find("leftovers", "ok", "none")
 
 

@@ -223,6 +223,7 @@ def place(node: Node, found: NodeFacts) -> Place:
             one.label("generation"),
             one.state == "running",
             tuple(int(port) for port in one.label("ports").split(",") if port),
+            one.health,
         )
         for one in containers.find([node])
     ]

@@ -110,8 +110,31 @@ def test_leftovers_of_older_gangs_are_told() -> None:
     told = [one for one in findings(Spark(), standing=left) if one.check == "leftovers"]
     assert [(one.level, one.says) for one in told] == [
         ("ok", "deployment dead: stopped"),
-        ("warn", "deployment old: 1 of its ranks run"),
+        ("warn", "deployment old: 1 of its 2 ranks run here, without a health check"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "check", "level", "says"),
+    [
+        # (rank, of how many, generation, running, health)
+        ([(0, 2, "g", True, "healthy"), (1, 2, "g", True, "healthy")], "deployments", "ok", "2 of its 2 ranks run"),
+        ([(1, 2, "g", True, "healthy")], "deployments", "ok", "1 of its 2 ranks run"),  # the other one elsewhere
+        ([(0, 2, "g", True, "starting"), (1, 2, "g", True, "starting")], "deployments", "ok", "run here, starting"),
+        ([(1, 2, "g", True, "starting")], "leftovers", "warn", "1 of its 2 ranks run here, starting"),
+        ([(0, 2, "g", True, "healthy"), (1, 2, "h", True, "healthy")], "leftovers", "warn", ", of several generations"),
+        ([(0, 2, "g", True, "healthy"), (1, 2, "g", False, None)], "leftovers", "warn", "1 of its 2 ranks run"),
+        ([(0, 1, "g", True, "unhealthy")], "leftovers", "warn", "1 of its 1 ranks run here, unhealthy"),
+    ],
+)  # fmt: skip
+def test_a_deployment_that_serves_is_no_leftover(
+    ranks: list[tuple[int, int, str, bool, str | None]], check: str, level: str, says: str
+) -> None:
+    standing = tuple(Standing(f"c{one[0]}", "other", *one[:4], (), one[4]) for one in ranks)
+    for need in (NEED, Need()):
+        found = [one for one in findings(Spark(), need, standing) if "deployment other" in one.says]
+        assert [(one.check, one.level) for one in found] == [(check, level)] and says in found[0].says
+        assert (found[0].fix == "`kit down other`") is (level == "warn")
 
 
 @pytest.mark.parametrize(("skew", "level"), [(0.4, "ok"), (-90.0, "warn"), (2.4, "ok"), (3.0, "warn")])
