@@ -24,6 +24,8 @@ SYSTEMD = Path("/run/systemd/system")  # there when systemd runs the machine
 
 INSTALL_HINT = "install Docker (Debian: `apt-get install docker.io`), or let `kit demo --install-engine` do it"
 
+NOT_ALLOWED = "this user may not use the container engine"
+
 
 class EngineError(Exception):
     """An engine did not answer as one; the cause is the library's exception."""
@@ -50,7 +52,7 @@ def local() -> Found:
         if socket.exists():
             return Found(f"unix://{socket}", source)
     missing, next_step = "Docker is not installed", INSTALL_HINT
-    if shutil.which("dockerd", path=f"{os.environ.get('PATH', os.defpath)}:{DAEMON_FOLDER}"):
+    if is_installed():
         missing = "it is installed but not started"
         next_step = "`systemctl start docker`" if SYSTEMD.exists() else "no systemd runs here: start `dockerd` as root"
     raise KitError(
@@ -60,6 +62,11 @@ def local() -> Found:
         next_step=next_step,
         code=ExitCode.UNREACHABLE,
     )
+
+
+def is_installed() -> bool:
+    """Whether Docker's daemon is on this machine, also where the user's PATH does not lead to it."""
+    return shutil.which("dockerd", path=f"{os.environ.get('PATH', os.defpath)}:{DAEMON_FOLDER}") is not None
 
 
 def _context() -> Found | None:
@@ -140,7 +147,7 @@ def _local_refusal(found: Found, error: EngineError) -> KitError:
             what = "no container engine on this machine"
             next_step = f"repair {found.source}" if found.source.startswith("D") else INSTALL_HINT
         elif not os.access(path, os.W_OK):
-            what = "this user may not use the container engine"
+            what = NOT_ALLOWED
             next_step = "`sudo usermod -aG docker $USER`, then log out and in again"
         else:
             next_step = "`systemctl restart docker`, then `journalctl -u docker`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -44,22 +45,21 @@ def ensured(
     keep: leave an engine that was started here running.
 
     An engine that already answers is used as it is and never stopped. Raises `KitError`: exit 6 when there is no engine
-    and `install` is not given, preflight where the kit cannot install one.
+    and `install` is not given, or it is there and out of this user's reach; preflight where the kit cannot install.
     """
-    missing = _missing_programs()
-    if _answers() and not missing:
+    packages, refusal = _missing_programs(), _refusal()
+    answered = refusal is None
+    out_of_reach = refusal is not None and refusal.what == engine.NOT_ALLOWED and not packages
+    if refusal is not None and (not install or out_of_reach or os.environ.get("DOCKER_HOST")):
+        raise refusal
+    if answered and not (install and packages):
         yield
         return
-    if not install:
-        client, _ = engine.open_local()  # the refusal is its
-        client.close()
-        yield
-        return
-    release = supported_release(os_release.read_text())
-    _need_root()
-    packages, answered = list(missing), _answers()
-    if not answered and shutil.which("dockerd") is None:
-        packages += ENGINE_PACKAGES[release]
+    lacks_engine = not answered and not engine.is_installed()
+    if lacks_engine or packages:
+        release = supported_release(os_release.read_text())
+        packages = [*(ENGINE_PACKAGES[release] if lacks_engine else ()), *packages]
+    _need_root(packages)
     if packages:
         with progress.stage("install packages") as stage:
             _install(packages, stage)
@@ -86,26 +86,37 @@ def supported_release(os_release: str) -> str:
 
 
 def _answers() -> bool:
+    return _refusal() is None
+
+
+def _refusal() -> KitError | None:
+    """Why the local engine cannot be used, or None."""
     try:
         client, _ = engine.open_local()
-    except KitError:
-        return False
+    except KitError as error:
+        return error
     client.close()
-    return True
+    return None
 
 
 def _missing_programs() -> list[str]:
     return [package for program, package in PROGRAM_PACKAGES.items() if shutil.which(program) is None]
 
 
-def _need_root() -> None:
-    if os.geteuid() != 0:
-        raise KitError(
-            "installing an engine needs root",
-            where="node local",
-            next_step="`sudo ./kit.py demo --install-engine`",
-            code=ExitCode.PREFLIGHT,
-        )
+def _need_root(packages: Sequence[str]) -> None:
+    """Refuse to install the packages, or to start the engine that is there, as a user who may not."""
+    if os.geteuid() == 0:
+        return
+    launcher = paths.REPO / "kit.py"
+    command = f"sudo {shlex.quote('./kit.py' if Path.cwd() == paths.REPO else str(launcher))} demo --install-engine"
+    if shutil.which("sudo") is None:  # `su -`: without the dash its PATH lacks what dpkg needs
+        command = f"su - -c {shlex.quote(f'{shlex.quote(str(launcher))} demo --install-engine')}"
+    raise KitError(
+        f"installing {' '.join(packages)} needs root" if packages else "starting the engine needs root",
+        where="node local",
+        next_step=f"`{command}`",
+        code=ExitCode.PREFLIGHT,
+    )
 
 
 def _install(packages: Sequence[str], stage: Stage) -> None:

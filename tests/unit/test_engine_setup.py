@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from exl3kit import engine, engine_setup
+from exl3kit import engine, engine_setup, paths
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.progress import Progress
 
@@ -67,10 +68,43 @@ def test_other_systems_are_named_and_left_alone(tmp_path: Path) -> None:
     assert error.code == ExitCode.PREFLIGHT and "Ubuntu 24.04.1 LTS" in error.what
 
 
-def test_installing_needs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not root, on a machine that has mmdebstrap and sudo and no dockerd."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(engine_setup, "shutil", SimpleNamespace(which=lambda program: f"/usr/bin/{program}"))
+    monkeypatch.chdir(paths.REPO)
+
+
+def test_installing_needs_root_and_the_command_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: None
+) -> None:
     error = enter(tmp_path, install=True)
-    assert error.code == ExitCode.PREFLIGHT and "sudo ./kit.py demo --install-engine" in str(error.next_step)
+    assert error.code == ExitCode.PREFLIGHT
+    assert error.what == "installing docker.io needs root"
+    assert error.next_step == "`sudo ./kit.py demo --install-engine`"
+    monkeypatch.chdir(tmp_path)  # from elsewhere, and on a Debian without sudo
+    assert f"`sudo {paths.REPO}/kit.py demo" in str(enter(tmp_path, install=True).next_step)
+    monkeypatch.setattr(engine_setup, "shutil", SimpleNamespace(which=lambda program: None))
+    error = enter(tmp_path, install=True)
+    assert error.what == "installing docker.io mmdebstrap needs root"
+    assert error.next_step == f"`su - -c '{paths.REPO}/kit.py demo --install-engine'`"
+
+
+def test_an_engine_that_is_there_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: None
+) -> None:
+    """Given a user who may not start or use the engine, then that is the cause, and on any system."""
+    monkeypatch.setattr(engine, "is_installed", lambda: True)
+    error = enter(tmp_path, install=True, os_release=UBUNTU)
+    assert error.what == "starting the engine needs root" and "sudo ./kit.py demo" in str(error.next_step)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(engine.DEFAULT_SOCKET))
+        error = enter(tmp_path, install=True)
+    assert error.what == "this user may not use the container engine" and "usermod -aG docker" in str(error.next_step)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/gone.sock")
+    assert enter(tmp_path, install=True).next_step == "repair DOCKER_HOST"
 
 
 @pytest.mark.parametrize(
