@@ -164,7 +164,7 @@ def hold(nodes: Sequence[Node], verb: str, *, break_lock: bool = False) -> Itera
     Raises `KitError` (preflight) that names the owner and how long it has held the lock.
     """
     distinct = {str(node.engine.info()["ID"]): node for node in nodes}
-    owner = {"user": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid(), "verb": verb}
+    owner = {"user": user(), "host": socket.gethostname(), "pid": os.getpid(), "verb": verb}
     held: list[Lock] = []
     broken: list[str] = []
     with ExitStack() as stack:
@@ -176,6 +176,14 @@ def hold(nodes: Sequence[Node], verb: str, *, break_lock: bool = False) -> Itera
                 silence = f", silent for {age(former.silent)}" if former.silent > STALE_SECONDS else ""
                 broken.append(f"took the lock of node {node.name} from {former}{silence}")
         yield Locks(held, broken)
+
+
+def user() -> str:
+    """This user's name, or the number of one that has none, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def take(node: Node, owner: Mapping[str, Any], *, break_lock: bool = False) -> tuple[Lock, Owner | None]:

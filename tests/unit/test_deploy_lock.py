@@ -137,6 +137,13 @@ def test_a_node_without_room_for_the_lock_says_so(node: nodes.Node, monkeypatch:
     assert refused.value.code == ExitCode.PREFLIGHT
 
 
+def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert deploy_lock.user() == "4000000000"
+
+
 @pytest.mark.parametrize("told", ["", "x", "5 1 {", "5 1 []", "5 1 {}"])
 def test_an_unreadable_owner_is_still_an_owner(told: str) -> None:
     assert "somebody@an unknown machine" in str(Owner.read(told))
