@@ -56,7 +56,7 @@ def status(
         failed = {node: error.as_json()["error"] for node, error in missing.items()}
         output.emit({"deployments": told, "unreachable": failed})
     else:
-        show(told, missing, recipe, nodes)
+        show(told, missing, recipe, [node.name for node in opened])
     if mixed := [one["deployment"] for one in told if one["state"] == "mismatch"]:
         error = KitError(
             "its ranks loaded different checkpoints, so no answer of it means anything",
@@ -91,7 +91,8 @@ def watch_status(name: str | None, nodes: str) -> None:
                         while True:
                             told = statuses.status(opened, missing, name)
                             speeds.add(told)
-                            now = Group(*page(told, missing, name, nodes), time.strftime("%H:%M:%S"))
+                            answering = [node.name for node in opened]
+                            now = Group(*page(told, missing, name, answering), time.strftime("%H:%M:%S"))
                             live.update(now, refresh=True) if live is not None else console.print(now)
                             time.sleep(WATCH_SECONDS)
                             if missing:
@@ -102,14 +103,16 @@ def watch_status(name: str | None, nodes: str) -> None:
         return
 
 
-def show(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> None:
+def show(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, answering: list[str]) -> None:
     console = output.console()
-    for part in page(told, missing, recipe, nodes):
+    for part in page(told, missing, recipe, answering):
         console.print(part)
 
 
-def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, nodes: str) -> list[RenderableType]:
-    """Deployments one below the other, then the nodes that do not answer."""
+def page(
+    told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None, answering: list[str]
+) -> list[RenderableType]:
+    """Deployments one below the other, then the nodes that do not answer, each with the reason and the next step."""
     from rich.text import Text
 
     parts: list[RenderableType] = []
@@ -119,12 +122,14 @@ def page(told: list[dict[str, Any]], missing: dict[str, Any], recipe: str | None
             parts.append(Text(one["note"], style="yellow"))
         if (death := last_death(one)) is not None:
             parts.append(Text(death, style="dim"))
-    if not told:
-        where = "the nodes that answer" if missing else nodes
-        parts.append(Text(f"nothing of {recipe or 'the kit'} stands on {where}"))
+    if not answering:
+        parts.append(Text(f"what stands on {', '.join(missing)} is not known: no node can be asked"))
+    elif not told:
+        parts.append(Text(f"nothing of {recipe or 'the kit'} stands on {', '.join(answering)}"))
     for node, error in missing.items():
+        why = f" ({error.why})" if error.why else ""
         fix = f"; next: {error.next_step}" if error.next_step else ""
-        parts.append(Text(f"node {node} does not answer: {error.what} ({error.why}){fix}", style="red"))
+        parts.append(Text(f"node {node} cannot be asked: {error.what}{why}{fix}", style="red"))
     return parts
 
 

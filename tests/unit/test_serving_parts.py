@@ -177,11 +177,16 @@ def test_tokens_per_second_come_from_two_looks_and_begin_anew_with_the_counter(m
 
 def test_status_of_a_silent_node_says_what_to_do() -> None:
     refused = KitError("this user may not use it", why="permission denied", next_step="`usermod`")
-    said = [
-        str(part) for part in watch.page([], {"n1": refused, "n2": KitError("gone", why="no route")}, None, "n1,n2")
+    missing = {"n1": refused, "n2": KitError("gone")}
+    every = [
+        "node n1 cannot be asked: this user may not use it (permission denied); next: `usermod`",
+        "node n2 cannot be asked: gone",
     ]
-    assert "node n1 does not answer: this user may not use it (permission denied); next: `usermod`" in said
-    assert "node n2 does not answer: gone (no route)" in said
+    said = [str(part) for part in watch.page([], missing, None, [])]
+    assert said == ["what stands on n1, n2 is not known: no node can be asked", *every]
+    said = [str(part) for part in watch.page([], missing, "demo", ["n3"])]
+    assert said == ["nothing of demo stands on n3", *every]
+    assert [str(part) for part in watch.page([], {}, None, ["local"])] == ["nothing of the kit stands on local"]
 
 
 # What may be left after `down` ----------------------------------------------------------------------------------------
