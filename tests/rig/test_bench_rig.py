@@ -106,6 +106,26 @@ def test_a_load_is_vllms_own_and_accounted_for(serving: Rig, tmp_path: Path) -> 
     assert told(kit(serving, "bench", "report", tmp_path / "l", "--json"))["valid"]
 
 
+def test_each_chunk_size_is_booted_and_one_recommended(built: Rig, tmp_path: Path) -> None:
+    """Given two values, then a boot of each on both hosts, with what it gave, and one of the two for a sentence."""
+    found = told(kit(built, "bench", "mnbt", "demo-tp2", *NODES, *WIDE, "--values", "128,256", "--rungs", "31,255",
+                     "--out", tmp_path / "m", "--json", timeout=LONG))  # fmt: skip
+    assert found["valid"], found["faults"]
+    assert [one["value"] for one in found["settings"]] == [128, 256]
+    assert all(one["rate"] > 0 and one["short"] > 0 and one["beside"] > 0 and one["pool"] > 0
+               for one in found["settings"])  # fmt: skip
+    assert found["recommended"] in (128, 256) and str(found["recommended"]) in found["why"]
+    records = [json.loads(line) for line in (tmp_path / "m" / "campaign.jsonl").read_text().splitlines()]
+    asked = [
+        [rank["argv"]["--max-num-batched-tokens"] for rank in record["environment"]["ranks"]]
+        for record in records
+        if record["record"] == "boot"
+    ]
+    assert asked == [["128", "128"], ["256", "256"]]
+    assert told(kit(built, "bench", "report", tmp_path / "m", "--json"))["valid"]
+    assert_empty(built)
+
+
 def test_tiers_against_each_other_with_their_rows_counted(built: Rig, tmp_path: Path) -> None:
     """Given legacy against sorted, then the campaign is valid, both ranks of each arm did their rows on its tier."""
     found = told(
