@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 from exl3kit.cli import args, output
 
 if TYPE_CHECKING:
+    from exl3kit.cluster import Host
     from exl3kit.starting import Candidate
 
 
@@ -54,7 +56,15 @@ def init(
     for one in every:
         print(f"{'fits' if one.fits else 'no  '}  {one.name}" + (f": {one.why_not}" if one.why_not else ""))
     print(f"\nwritten: {targets['cluster']}, and {targets['recipe']} on top of {chosen.name}")
-    print(f"next: kit plan {targets['recipe'].absolute()} --nodes {targets['cluster']}")
+    print(f"next: {following(targets['recipe'], targets['cluster'], hosts)}")
+
+
+def following(recipe: Path, cluster: Path, hosts: list[Host]) -> str:
+    """The command that comes after `kit init`, as it is typed where that ran; this machine alone needs no file."""
+    from exl3kit.cluster import LOCAL
+
+    alone = [host.name for host in hosts] == [LOCAL]
+    return shlex.join(["kit", "plan", str(recipe), "--nodes", LOCAL if alone else str(cluster)])
 
 
 def ask(choices: list[Candidate]) -> str:

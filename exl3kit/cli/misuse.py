@@ -29,6 +29,9 @@ def explained(error: typer.TyperException, context: Any) -> KitError:
     path = context.command_path if context is not None else "kit"
     page = f"`{path} --help` shows examples"
     option = getattr(error, "option_name", None)
+    if (missing := getattr(error, "param", None)) is not None and getattr(missing, "help", None):
+        name = missing.opts[0] if missing.opts[0].startswith("-") else missing.metavar
+        page = f"{name}: {missing.help.removesuffix('.')}; {page}"
     if type(error).__name__ != "NoSuchOption" or context is None or option is None:
         return KitError(error.format_message().removesuffix("."), where=path, next_step=page)
     what = f"there is no option {option}"

@@ -102,7 +102,8 @@ def kit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         ("bench xyz", "`kit bench --help` lists the verbs"),
         ("up demo --dry-rum", "did you mean --dry-run?"),
         ("--json up demo", "options follow the verb: `kit VERB --json`"),
-        ("up", "`kit up --help` shows examples"),
+        ("up", "RECIPE: A shipped recipe's name (`kit recipe list`), or the path of a .yaml file; `kit up --help`"),
+        ("init", "--nodes: ssh names separated by commas, a cluster file, or local; `kit init --help` shows examples"),
         ("bench load demo --prompt many", "`kit bench load --help` shows examples"),
     ],
 )

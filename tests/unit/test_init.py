@@ -9,6 +9,7 @@ import pytest
 from spark_nodes import Spark, node_facts
 
 from exl3kit import cluster, recipes, starting
+from exl3kit.cli import init
 from exl3kit.cluster import Host
 from exl3kit.errors import KitError
 
@@ -55,3 +56,16 @@ def test_the_written_files_are_a_cluster_and_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(starting.recipe_file(chosen, "mine"))
     assert recipes.load(str(file)).parallel.tensor == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "folder", "command"),
+    [
+        ([Host(name="spark1", ssh="spark1")], "", "kit plan recipe.yaml --nodes cluster.yaml"),
+        ([Host(name="local")], "try", "kit plan try/recipe.yaml --nodes local"),
+        ([Host(name="local"), Host(name="x")], "a b", "kit plan 'a b/recipe.yaml' --nodes 'a b/cluster.yaml'"),
+        ([Host(name="spark1", ssh="spark1")], "/srv", "kit plan /srv/recipe.yaml --nodes /srv/cluster.yaml"),
+    ],
+)  # fmt: skip
+def test_the_next_command_names_the_files_as_they_were_asked_for(hosts: list[Host], folder: str, command: str) -> None:
+    assert init.following(Path(folder) / "recipe.yaml", Path(folder) / "cluster.yaml", hosts) == command
