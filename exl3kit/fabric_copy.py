@@ -1,7 +1,7 @@
 """An image from node to node over the fabric: a layer server beside the one engine, a loader beside the other.
 
-Nothing of the image passes this machine. The loader gets its Python as a small image that its engine imports from the
-server, which also shows whether the node reaches it at all.
+Nothing of the image passes this machine. The loader runs in an image of the kit, or in a small one with Python that
+the target's engine imports from the server. A target that does not reach the server at all gets nothing this way.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
 
 HELPER = {LABEL + "helper": "copy"}
 TOOLBOX = "exl3kit-toolbox"
-VOLUME = "exl3kit-incoming"
 REACH_SECONDS = 8.0  # for the toolbox to arrive; a firewall that drops packets says nothing
 START_SECONDS = 20.0
-GONE_SECONDS = 10.0
 DRIVERS = ("overlay2", "fuse-overlayfs")  # storage whose layers are plain folders
 
 
@@ -71,8 +68,8 @@ def address_of(source: Node, target: Node) -> str:
 
 
 @contextmanager
-def serve(source: Node, built: BuiltImage, address: str) -> Iterator[Server]:
-    """Serve the image's layers on the source's address while the block runs.
+def serve(source: Node, built: BuiltImage, address: str, known: int) -> Iterator[Server]:
+    """Serve the image's layers, without its `known` lowest ones, on the source's address while the block runs.
 
     Raises `NoWayError` when the engine's storage is of another kind, or the address is not the node's own.
     """
@@ -80,7 +77,7 @@ def serve(source: Node, built: BuiltImage, address: str) -> Iterator[Server]:
     if info["Driver"] not in DRIVERS:
         raise NoWayError(f"{source.name} stores images as {info['Driver']}")
     root, image = info["DockerRootDir"], str(source.engine.images.get(built.tag).id).removeprefix("sha256:")
-    argv = [program("layer_server"), address, image, ",".join(layer_loader.MODULES)]
+    argv = [program("layer_server"), address, image, ",".join(layer_loader.MODULES), str(known)]
     mounts = {f"{root}/{part}": {"bind": f"/store/{part}", "mode": "ro"} for part in ("image", info["Driver"])}
     # Files of a layer may belong to anyone, with any mode.
     with started(source, built.tag, argv, mounts, cap_add=["DAC_READ_SEARCH"]) as (container, lines):
@@ -100,10 +97,11 @@ def load(server: Server, target: Node, built: BuiltImage, known: int, stage: Sta
     when the engine refuses the image.
     """
     clear(target)
-    job = {**dataclasses.asdict(server), "tag": built.tag, "missing": list(range(known, len(built.layers)))}
+    job = {**dataclasses.asdict(server), "tag": built.tag, "known": known}
     job["digests"] = [layer.removeprefix("sha256:") for layer in built.layers]
     argv = [program("layer_loader"), json.dumps(job)]
-    mounts = {VOLUME: {"bind": str(layer_loader.INCOMING), "mode": "rw"}}
+    temporary = f"{target.engine.info()['DockerRootDir']}/tmp"
+    mounts = {temporary: {"bind": str(layer_loader.TEMPORARY), "mode": "rw"}}
     mounts[target.engine_socket] = {"bind": layer_loader.ENGINE, "mode": "rw"}
     verdict: dict[str, Any] = {}
     kept = 0
@@ -121,10 +119,12 @@ def load(server: Server, target: Node, built: BuiltImage, known: int, stage: Sta
                     stage.say("the engine unpacks it")
         if stopped.is_set():
             raise KeyboardInterrupt
+        if verdict.get("of") == "way" and target.answers():
+            raise NoWayError(f"{target.name}: {verdict['error']}")
         if "loaded" not in verdict:
             raise failed(server, target, built, verdict)
     finally:
-        clear(target, incoming="loaded" in verdict)
+        clear(target)
     stage.conclude(built.tag + (f", {megabytes(kept)} of it kept from a copy that was cut" if kept > 0 else ""))
 
 
@@ -132,7 +132,7 @@ def failed(server: Server, target: Node, built: BuiltImage, verdict: dict[str, A
     """Why the loader did not come to its end."""
     what = f"copying {built.tag} from {server.host} broke off"
     why = str(verdict.get("error", "the loader ended without a word"))
-    if verdict.get("of") == "link" or not target.answers():
+    if verdict.get("of") in ("way", "link") or not target.answers():
         if "error" not in verdict:
             why = "the node does not answer any more"
         next_step = "check the cable; the same command goes on where the copy stopped"
@@ -146,7 +146,7 @@ def failed(server: Server, target: Node, built: BuiltImage, verdict: dict[str, A
 
 
 def loader_image(server: Server, target: Node) -> str:
-    """What the loader runs in: an image of the kit that the target has, else one that its engine fetches (5 MB)."""
+    """What the loader runs in: an image of the kit that the target has, else one that its engine fetches."""
     for image in target.engine.images.list(filters={"label": ENVIRONMENT}):
         return str(image.id)
     import_toolbox(server, target)
@@ -251,9 +251,9 @@ def remove(container: Container) -> None:
         container.remove(force=True)
 
 
-def clear(target: Node, *, incoming: bool = False) -> None:
-    """Remove what copies leave on a node: containers, the toolbox and, with `incoming`, the layers of a copy cut."""
-    from docker.errors import APIError, DockerException
+def clear(target: Node) -> None:
+    """Remove what copies leave on a node: containers and the toolbox; the layers of a copy that was cut stay."""
+    from docker.errors import DockerException
     from requests.exceptions import RequestException
 
     filters: Any = {"label": [f"{key}={value}" for key, value in HELPER.items()]}
@@ -262,11 +262,3 @@ def clear(target: Node, *, incoming: bool = False) -> None:
             remove(container)
         for image in target.engine.images.list(filters=filters):
             target.engine.images.remove(str(image.id), force=True)
-        deadline = time.monotonic() + GONE_SECONDS
-        while incoming and target.engine.volumes.list(filters={"name": VOLUME}):
-            try:
-                target.engine.volumes.get(VOLUME).remove()
-            except APIError:  # the container that used it is still on its way out
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)

@@ -101,7 +101,7 @@ def _bring(source: Node, target: Node, built: BuiltImage, known: int, stage: Sta
     try:
         try:
             address = fabric_copy.address_of(source, target)
-            with fabric_copy.serve(source, built, address) as server:
+            with fabric_copy.serve(source, built, address, known) as server:
                 fabric_copy.load(server, target, built, known, stage, stopped)
         except fabric_copy.NoWayError as error:
             stage.say(f"through this machine, as there is no way over the fabric: {error}")

@@ -1,8 +1,9 @@
 """On the node that lacks the image: fetches the missing layers and hands them to the engine as one `docker load`.
 
-Whatever arrived is also kept in a volume until all of it is there, so a copy that was cut goes on where it stopped.
+Whatever arrived is kept until all of it is there, so a copy that was cut goes on where it stopped. That costs no second
+write: the file in which the engine spools a layer gets another name, which stays when the engine drops its own.
 Prints JSON lines: `{"done": BYTES, "fetched": BYTES, "of_all": BYTES}` now and then, at last `{"loaded": true}` or
-`{"error": SENTENCE, "of": "link" | "engine"}`.
+`{"error": SENTENCE, "of": "way" | "link" | "engine"}`, the first when the server was never reached.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 MODULES = (
     "encodings.idna",
     "fcntl",
+    "glob",
     "http.client",
     "io",
     "json",
@@ -37,14 +39,20 @@ MODULES = (
 )
 SILENT_SECONDS = 6.0  # without a byte of a layer for so long, the link is given up
 BUSY_SECONDS = 20.0  # how long a loader that was left behind may take to notice that it is alone
+SPOOLED_SECONDS = 1.0  # how long an engine may take to begin the file of a layer that is being sent to it
 BUFFER = 1 << 20
 BLOCK = 512
-INCOMING = Path("/incoming")
+TEMPORARY = Path("/engine-tmp")  # the engine's folder for what is under way; emptied when it starts
+INCOMING = TEMPORARY / "kit-incoming"
 ENGINE = "/engine.sock"
 
 
 class LinkError(Exception):
     """The server of the layers is silent."""
+
+
+class WayError(LinkError):
+    """The server never answered: there is no way to it from here."""
 
 
 class EngineError(Exception):
@@ -56,14 +64,18 @@ class Source:
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._host, self._port, self._token = host, port, token
+        self._buffer = memoryview(bytearray(BUFFER))
         self.fetched = 0
 
     def read(self, path: str) -> bytes:
         """A small answer, whole."""
-        return b"".join(self.stream(path, 0))
+        return b"".join(map(bytes, self.stream(path, 0)))
 
-    def stream(self, path: str, start: int) -> Iterator[bytes]:
-        """The answer from byte `start` on; a connection that breaks is made anew while bytes still come."""
+    def stream(self, path: str, start: int) -> Iterator[memoryview]:
+        """The answer from byte `start` on; a connection that breaks is made anew while bytes still come.
+
+        A piece is good until the next one is asked for.
+        """
         last = time.monotonic()
         while True:
             try:
@@ -77,7 +89,7 @@ class Source:
                     raise LinkError(f"{self._host} does not answer: {error}") from error
                 time.sleep(0.3)
 
-    def _once(self, path: str, start: int) -> Iterator[bytes]:
+    def _once(self, path: str, start: int) -> Iterator[memoryview]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENT_SECONDS)
         try:
             connection.request("GET", f"/{self._token}/{path}", headers={"Range": f"bytes={start}-"})
@@ -86,38 +98,33 @@ class Source:
                 raise LinkError(f"{self._host} answers {answer.status}: another copy has begun there")
             left = int(answer.headers["Content-Length"])
             while left:
-                piece = answer.read1(BUFFER)
-                if not piece:
+                count = answer.readinto(self._buffer)
+                if not count:
                     raise http.client.IncompleteRead(b"", left)
-                left -= len(piece)
-                yield piece
+                left -= count
+                yield self._buffer[:count]
         finally:
             connection.close()
 
 
 class Load:
-    """One `POST /images/load` on the engine's socket, its body sent in chunks."""
+    """One `POST /images/load` on the engine's socket, with a body of `length` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(ENGINE)
         head = "POST /images/load?quiet=1 HTTP/1.1\r\nHost: docker\r\nContent-Type: application/x-tar\r\n"
-        self._socket.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        self._socket.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode())
 
     def write(self, piece: bytes | memoryview) -> None:
         """Send a piece of the body; raises `EngineError` with the engine's words when it takes no more."""
-        if not len(piece):
-            return
         try:
-            self._socket.sendall(b"%x\r\n" % len(piece))
             self._socket.sendall(piece)
-            self._socket.sendall(b"\r\n")
         except OSError as error:
             raise EngineError(self._answer() or str(error)) from error
 
     def finish(self) -> None:
-        """End the body and wait for the engine to have unpacked it."""
-        self._socket.sendall(b"0\r\n\r\n")
+        """Wait for the engine to have unpacked it."""
         if said := self._answer():
             raise EngineError(said)
 
@@ -169,56 +176,100 @@ def padding(size: int) -> bytes:
     return bytes(-size % BLOCK)
 
 
+class Kept:
+    """What has arrived of each layer, in a file named after its digest."""
+
+    def __init__(self) -> None:
+        self._spooled = True  # until an engine is seen to have no such file
+
+    def read(self, digest: str) -> Iterator[bytes]:
+        """The bytes kept from an earlier try."""
+        with suppress(FileNotFoundError), (INCOMING / digest).open("rb", buffering=0) as file:
+            while piece := file.read(BUFFER):
+                yield piece
+
+    def open(self, digest: str, member: str) -> io.FileIO | None:
+        """Keep what comes of a layer from now on: None when the engine's own file does, else the one to write to."""
+        INCOMING.mkdir(mode=0o700, exist_ok=True)
+        if self._spooled and (spool := self._spool(member)):
+            again = INCOMING / "again"
+            again.unlink(missing_ok=True)
+            os.link(spool, again)
+            again.replace(INCOMING / digest)
+            return None
+        self._spooled = False
+        return (INCOMING / digest).open("ab", buffering=0)
+
+    def _spool(self, member: str) -> Path | None:
+        deadline = time.monotonic() + SPOOLED_SECONDS
+        while time.monotonic() < deadline:
+            for path in TEMPORARY.glob(f"docker-import-*/{member}"):
+                return path
+            time.sleep(0.01)
+        return None
+
+
 def load(job: dict[str, Any]) -> None:
-    """Fetch and load one image; job: host, port, token, tag, digests (of all layers), missing (their numbers)."""
-    source = Source(job["host"], job["port"], job["token"])
-    config, sizes = source.read("config"), json.loads(source.read("sizes"))
+    """Fetch and load one image; job: host, port, token, tag, digests (of all layers), known (how many are there)."""
+    source, kept, known = Source(job["host"], job["port"], job["token"]), Kept(), job["known"]
+    try:
+        config = source.read("config")
+    except LinkError as error:
+        raise WayError(str(error)) from error
+    sizes = json.loads(source.read(f"sizes/{known}"))
     source.fetched = 0
-    report, engine = Report(source, sum(sizes[number] for number in job["missing"])), Load()
-    names = [f"{number}/layer.tar" for number in range(len(sizes))]
+    names = [f"kit-{job['token']}/{number}" for number in range(len(job["digests"]))]
     index = json.dumps([{"Config": "config.json", "RepoTags": [job["tag"]], "Layers": names}]).encode()
+    lengths = [len(config), len(index), *sizes]
+    report = Report(source, sum(sizes))
+    engine = Load(sum(BLOCK + size + len(padding(size)) for size in lengths) + 2 * BLOCK)
     for name, content in (("config.json", config), ("manifest.json", index)):
         engine.write(member(name, len(content)) + content + padding(len(content)))
     forget(set(job["digests"]))
-    for number in job["missing"]:
-        engine.write(member(names[number], sizes[number]))
-        with kept(job["digests"][number]) as file:
-            for piece in whole(file, source, number):
-                engine.write(piece)
-                report.advance(len(piece))
-        engine.write(padding(sizes[number]))
-    forget(set())  # the engine has it all beside this, and needs the room to unpack it
+    for number, size in enumerate(sizes, start=known):
+        engine.write(member(names[number], size))
+        for piece in whole(kept, source, number, job["digests"][number], names[number]):
+            engine.write(piece)
+            report.advance(len(piece))
+        engine.write(padding(size))
+    forget(set())  # the engine has it all, and needs the room to unpack it
     report.say()
     engine.write(bytes(2 * BLOCK))
     engine.finish()
 
 
-def kept(digest: str) -> io.FileIO:
-    """The file of the volume that a layer is kept in."""
-    return io.FileIO(os.open(INCOMING / digest, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-
-
-def whole(file: io.FileIO, source: Source, number: int) -> Iterator[bytes | memoryview]:
+def whole(kept: Kept, source: Source, number: int, digest: str, name: str) -> Iterator[bytes | memoryview]:
     """A layer's bytes: those kept from an earlier try, then the others as they come, which are kept meanwhile."""
     have = 0
-    while piece := file.read(BUFFER):
-        have += len(piece)
-        yield piece
-    for piece in source.stream(f"layer/{number}", have):
-        file.write(piece)
-        yield piece
+    for old in kept.read(digest):
+        have += len(old)
+        yield old
+    file, first = None, True
+    try:
+        for piece in source.stream(f"layer/{number}", have):
+            yield piece
+            if first:  # now the engine has begun its file
+                file, first = kept.open(digest, name), False
+            if file:
+                file.write(piece)
+    finally:
+        if file:
+            file.close()
 
 
 def forget(digests: set[str]) -> None:
     """Remove what is kept of layers but these."""
-    for path in INCOMING.iterdir():
-        if path.name != "lock" and path.name not in digests:
-            path.unlink()
+    with suppress(FileNotFoundError):
+        for path in INCOMING.iterdir():
+            if path.name not in digests:
+                path.unlink()
+    with suppress(OSError):  # something is left in it
+        INCOMING.rmdir()
 
 
-def alone() -> io.FileIO:
-    """Hold the volume's lock; a loader whose link was cut lets go of it by itself."""
-    lock = io.FileIO(os.open(INCOMING / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+def alone() -> int:
+    """Hold the lock on the engine's folder; a loader whose link was cut lets go of it by itself."""
+    lock = os.open(TEMPORARY, os.O_RDONLY)
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -226,18 +277,18 @@ def alone() -> io.FileIO:
             return lock
         except OSError as error:
             if time.monotonic() > deadline:
-                raise EngineError("another copy to this node is under way") from error
+                raise OSError("another copy to this node is under way") from error
             time.sleep(0.3)
 
 
 def main() -> None:
     """argv: the job as JSON."""
     try:
-        with alone():
-            load(json.loads(sys.argv[1]))
+        alone()
+        load(json.loads(sys.argv[1]))
         tell({"loaded": True, "memory_kb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     except LinkError as error:
-        tell({"error": str(error), "of": "link"})
+        tell({"error": str(error), "of": "way" if isinstance(error, WayError) else "link"})
     except EngineError as error:
         forget(set())  # whatever was wrong with it is not to be sent again
         tell({"error": str(error), "of": "engine"})

@@ -13,7 +13,6 @@ import base64
 import gzip
 import hashlib
 import importlib
-import io
 import json
 import os
 import secrets
@@ -44,25 +43,30 @@ class Layer:
         self._split = record / "tar-split.json.gz"
         self._files = DRIVER / (record / "cache-id").read_text().strip() / "diff"
         self._size: int | None = None
+        self._sizing = threading.Lock()
 
     @property
     def size(self) -> int:
         """Bytes of the tar."""
-        if self._size is None:
-            self._size = sum(length for length, _ in self.parts())
-        return self._size
+        with self._sizing:
+            if self._size is None:
+                self._size = sum(map(part_length, self._entries()))
+            return self._size
 
-    def parts(self) -> Iterator[tuple[int, bytes | Path]]:
-        """(length, bytes or file) of each part of the tar, in order."""
+    def _entries(self) -> Iterator[dict[str, Any]]:
         with gzip.open(self._split) as lines:
-            for line in lines:
-                entry = json.loads(line)
-                if entry["type"] == 2:
-                    raw = base64.b64decode(entry["payload"])
-                    yield len(raw), raw
-                elif entry.get("size"):
-                    name = base64.b64decode(entry["name_raw"]) if "name_raw" in entry else entry["name"].encode()
-                    yield entry["size"], self._files / os.fsdecode(name.lstrip(b"/"))
+            yield from map(json.loads, lines)
+
+    def parts(self) -> Iterator[tuple[int, bytes | str]]:
+        """(length, bytes or path of a file) of each part of the tar, in order; there may be 100,000."""
+        folder = f"{self._files}/"
+        for entry in self._entries():
+            length = part_length(entry)
+            if entry["type"] == 2:
+                yield length, base64.b64decode(entry["payload"])
+            elif length:
+                raw = os.fsdecode(base64.b64decode(entry["name_raw"])) if "name_raw" in entry else entry["name"]
+                yield length, folder + raw.lstrip("/")
 
     def send(self, out: Sender, start: int) -> None:
         """Send the tar from byte `start` on."""
@@ -74,9 +78,16 @@ class Layer:
             if isinstance(content, bytes):
                 out.write(content[skip:])
             else:
-                with content.open("rb", buffering=0) as file:
-                    out.write_file(file, skip, length - skip)
+                out.write_file(content, skip, length - skip)
         out.flush()
+
+
+def part_length(entry: dict[str, Any]) -> int:
+    """Bytes that an entry of the record stands for: of the tar's own, in base64, or of a file."""
+    if entry["type"] != 2:
+        return int(entry.get("size", 0))
+    text: str = entry["payload"]
+    return len(text) // 4 * 3 - text[-2:].count("=")
 
 
 class Sender:
@@ -92,17 +103,22 @@ class Sender:
         if len(self._waiting) >= BUFFER:
             self.flush()
 
-    def write_file(self, file: io.FileIO, offset: int, count: int) -> None:
+    def write_file(self, path: str, offset: int, count: int) -> None:
         """Send part of a file; raises `EOFError` when it is shorter than the record says."""
         if count >= SENDFILE_FROM:
             self.flush()
-            sent = self._connection.sendfile(file, offset, count)
+            with Path(path).open("rb", buffering=0) as file:
+                sent = self._connection.sendfile(file, offset, count)
         else:
-            piece = os.pread(file.fileno(), count, offset)
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                piece = os.pread(opened, count, offset)
+            finally:
+                os.close(opened)
             sent = len(piece)
             self.write(piece)
         if sent != count:
-            raise EOFError(f"{file.name} is shorter than its layer's record says")
+            raise EOFError(f"{path} is shorter than its layer's record says")
 
     def flush(self) -> None:
         """Send what waits."""
@@ -124,8 +140,11 @@ def open_image(image: str) -> tuple[bytes, list[Layer]]:
 # ---- what runs the loader on a node that has no image with Python yet ------------------------------------------------
 
 
-def toolbox(modules: list[str]) -> bytes:
-    """A root file system with this interpreter and the modules (5 MB), as a tar that an engine can import."""
+def toolbox(modules: list[str], out: BinaryIO) -> None:
+    """Write a root file system with this interpreter and the modules (15 to 40 MB), as a tar that an engine can import.
+
+    It is not compressed: that takes longer than a fabric needs for it.
+    """
     for name in modules:
         importlib.import_module(name)
     interpreter = Path(sys.executable).resolve()
@@ -135,8 +154,7 @@ def toolbox(modules: list[str]) -> bytes:
         mapped = Path(line.split(maxsplit=5)[-1])
         if ".so" in mapped.name:
             files |= {mapped, *_aliases(mapped)}
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz", compresslevel=1) as archive:
+    with tarfile.open(fileobj=out, mode="w|", bufsize=BUFFER) as archive:
         for link in ("/bin", "/lib", "/lib64"):
             if Path(link).is_symlink():
                 archive.add(link)
@@ -147,7 +165,6 @@ def toolbox(modules: list[str]) -> bytes:
         alias.type, alias.linkname = tarfile.SYMTYPE, str(interpreter)
         if interpreter != Path("/usr/bin/python3"):
             archive.addfile(alias)
-    return made.getvalue()
 
 
 def _aliases(library: Path) -> list[Path]:
@@ -184,7 +201,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((address, 0), Handler)
         self.token = secrets.token_hex(16)
         self.config, self.layers = open_image(image)
-        self.toolbox = toolbox(modules)
+        self.modules = modules
         self.active, self.asked = 0, time.monotonic()
 
     def end_when_idle(self) -> None:
@@ -194,7 +211,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET /TOKEN/{toolbox,config,sizes} and /TOKEN/layer/NUMBER, the last with `Range: bytes=START-`."""
+    """GET /TOKEN/{toolbox,config}, /TOKEN/sizes/FIRST and /TOKEN/layer/NUMBER, the last with `Range: bytes=START-`."""
 
     server: Server
     wfile: BinaryIO  # type: ignore[assignment]
@@ -215,11 +232,12 @@ class Handler(BaseHTTPRequestHandler):
         if not secrets.compare_digest(path[0], served.token):
             self.send_error(404)
         elif path[1:] == ["toolbox"]:
-            self._send(served.toolbox)
+            self._head(200)
+            toolbox(served.modules, self.wfile)
         elif path[1:] == ["config"]:
             self._send(served.config)
-        elif path[1:] == ["sizes"]:
-            self._send(json.dumps([layer.size for layer in served.layers]).encode())
+        elif path[1] == "sizes":
+            self._send(json.dumps([layer.size for layer in served.layers[int(path[2]) :]]).encode())
         else:
             self._send_layer(served.layers[int(path[2])])
 
@@ -233,9 +251,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         layer.send(Sender(self.connection), start)
 
-    def _head(self, status: int, length: int) -> None:
+    def _head(self, status: int, length: int | None = None) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(length))
+        if length is not None:
+            self.send_header("Content-Length", str(length))
         self.end_headers()
 
     def log_message(self, *words: Any) -> None:
@@ -243,10 +262,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """argv: address to listen on, image id (64 hex digits), comma-separated modules for the toolbox."""
+    """argv: address to listen on, image id (64 hex digits), modules for the toolbox (a,b,c), first layer wanted."""
     server = Server(sys.argv[1], sys.argv[2], sys.argv[3].split(","))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps({"port": server.server_address[1], "token": server.token}), flush=True)
+    for layer in server.layers[int(sys.argv[4]) :]:
+        _ = layer.size  # counted while the loader is on its way up
     server.end_when_idle()
 
 

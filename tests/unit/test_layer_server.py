@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import random
+import socket
 import subprocess
 import sys
 import tarfile
@@ -82,7 +83,6 @@ def tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     (config / IMAGE).write_text(json.dumps({"rootfs": {"diff_ids": digests}}))
     monkeypatch.setattr(layer_server, "STORE", tmp_path)
     monkeypatch.setattr(layer_server, "DRIVER", tmp_path / "overlay2")
-    monkeypatch.setattr(layer_server, "toolbox", lambda modules: b"")  # here it would hold all that pytest imports
     return made
 
 
@@ -96,7 +96,8 @@ def source(tars: list[bytes]) -> Iterator[layer_loader.Source]:
 
 
 def test_a_layer_is_the_tar_that_it_came_from(source: layer_loader.Source, tars: list[bytes]) -> None:
-    assert json.loads(source.read("sizes")) == [len(tar) for tar in tars]
+    assert json.loads(source.read("sizes/0")) == [len(tar) for tar in tars]
+    assert json.loads(source.read("sizes/1")) == [len(tars[1])]
     for number, tar in enumerate(tars):
         assert source.read(f"layer/{number}") == tar
 
@@ -123,28 +124,66 @@ def test_a_layer_whose_files_were_cut_is_not_served_whole(
         source.read("layer/0")
 
 
+@pytest.fixture
+def incoming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept layers beside an engine's temporary ones."""
+    monkeypatch.setattr(layer_loader, "TEMPORARY", tmp_path)
+    monkeypatch.setattr(layer_loader, "INCOMING", tmp_path / "incoming")
+    monkeypatch.setattr(layer_loader, "SPOOLED_SECONDS", 0.1)
+    (tmp_path / "incoming").mkdir()
+    return tmp_path / "incoming"
+
+
 def test_case_10_what_is_kept_of_a_layer_is_not_fetched_again(
-    source: layer_loader.Source, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: layer_loader.Source, tars: list[bytes], incoming: Path
 ) -> None:
-    # given most of a layer in the volume
-    incoming = tmp_path / "incoming"
-    incoming.mkdir()
-    monkeypatch.setattr(layer_loader, "INCOMING", incoming)
+    # given most of a layer, and an engine that spools elsewhere
     (incoming / "digest").write_bytes(tars[0][:300_000])
     (incoming / "old").write_bytes(b"of another image")
     # when
     layer_loader.forget({"digest"})
-    with layer_loader.kept("digest") as file:
-        got = b"".join(bytes(piece) for piece in layer_loader.whole(file, source, 0))
+    got = b"".join(map(bytes, layer_loader.whole(layer_loader.Kept(), source, 0, "digest", "x/0")))
     # then
     assert got == tars[0] and source.fetched == len(tars[0]) - 300_000
     assert [path.name for path in incoming.iterdir()] == ["digest"]
     assert (incoming / "digest").read_bytes() == tars[0]
+    # and nothing is left at the end
+    layer_loader.forget(set())
+    assert not incoming.exists()
+
+
+def test_case_10_what_the_engine_spooled_is_kept_under_another_name_and_not_written_twice(
+    source: layer_loader.Source, tars: list[bytes], incoming: Path, tmp_path: Path
+) -> None:
+    # given what an earlier copy left of a layer
+    (incoming / "digest").write_bytes(tars[0][:1000])
+    spool = tmp_path / "docker-import-123/x/0"
+    spool.parent.mkdir(parents=True)
+    # when an engine spools what comes
+    with spool.open("wb", buffering=0) as file:
+        for piece in layer_loader.whole(layer_loader.Kept(), source, 0, "digest", "x/0"):
+            file.write(piece)
+    # then its file is the one that stays when the engine removes it
+    assert (incoming / "digest").samefile(spool)
+    spool.unlink()
+    assert (incoming / "digest").read_bytes() == tars[0]
+    assert [path.name for path in incoming.iterdir()] == ["digest"]
+
+
+def test_a_server_that_was_never_reached_is_told_apart_from_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given an address where nobody listens
+    monkeypatch.setattr(layer_loader, "SILENT_SECONDS", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        job = {"host": "127.0.0.1", "port": taken.getsockname()[1], "token": "x", "known": 0}
+        # then
+        with pytest.raises(layer_loader.WayError, match="does not answer"):
+            layer_loader.load(job)
 
 
 def test_the_toolbox_has_an_interpreter_with_what_the_loader_imports() -> None:
     # when
-    code = "import sys; sys.stdout.buffer.write(toolbox(sys.argv[1].split(',')))"
+    code = "import sys; toolbox(sys.argv[1].split(','), sys.stdout.buffer)"
     text = program("layer_server").partition("if __name__ ==")[0] + code
     argv = [sys.executable, "-I", "-c", text, ",".join(layer_loader.MODULES)]
     packed = subprocess.run(argv, capture_output=True, check=True).stdout
@@ -154,7 +193,7 @@ def test_the_toolbox_has_an_interpreter_with_what_the_loader_imports() -> None:
     assert any(name.endswith("/encodings/idna.py") for name in names)
     assert any(name.endswith("/http/client.py") for name in names)
     assert any(Path(name).name == Path(sys.executable).resolve().name for name in names)
-    assert len(packed) < 20_000_000
+    assert len(packed) < 60_000_000
 
 
 def test_the_programs_are_handed_over_as_their_own_text() -> None:
