@@ -262,6 +262,13 @@ def with_pip(venv: str, requirements: str) -> None:
 
 
 def reason(program: str, code: int, tail: str) -> str:
+    """What went wrong: in the words of the last try where the index was silent, for pip then finds no version."""
+    from re import findall, split, sub
+
+    silent = findall(r"Retry\(total=0,.* after connection broken by '(.*)': /", tail)
+    if silent:
+        cause = sub(r"[\"']\)$", "", split(r"[)>]: ", silent[-1], maxsplit=1)[-1])
+        return f"the kit's packages are not here, and the package index does not answer ({cause})"
     lines = [line for line in tail.splitlines() if "error" in line.lower()] or tail.splitlines()
     return "{} ended with exit code {}: {}".format(program, code, lines[-1].strip() if lines else "it said nothing")
 

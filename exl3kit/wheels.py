@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 # Tags that a glibc of bookworm (2.36) can load; pip takes the newest that a project offers.
 _GLIBC = tuple(range(36, 4, -1))
 _LEGACY = {"x86_64": ("manylinux2014", "manylinux2010", "manylinux1"), "aarch64": ("manylinux2014",)}
+_GIVEN_UP = re.compile(r"WARNING: Retrying \(Retry\(total=0,.* after connection broken by '(.*)': /")
 _MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
@@ -77,6 +78,17 @@ def _download(pins: Pins, missing: Sequence[Wheel], house: Path, stage: Stage | 
                 stage.say(f"{taken} of {len(missing)}: {Path(line.split()[1]).name}")
             elif stage is not None and line.lstrip().startswith("WARNING: Retrying"):
                 stage.say("the package index does not answer: trying again")
+        absent = sum(not intact(Path(folder), wheel) for wheel in missing)
+        if absent and (why := silence(lines)) is not None:
+            what = f"{absent} wheel{'s are' if absent > 1 else ' is'} not here, and the package index does not answer"
+            raise KitError(
+                what,
+                where=paths.shown(pins.path),
+                why=why,
+                next_step="start again when the network is back (index and proxy: `pip config list`), "
+                "or `kit bundle load FILE` of one made where there is a network",
+                code=ExitCode.BUILD,
+            )
         for wheel in missing:
             name = wheel.filename or ""
             if not intact(Path(folder), wheel):
@@ -84,7 +96,7 @@ def _download(pins: Pins, missing: Sequence[Wheel], house: Path, stage: Stage | 
                     f"{wheel.requirement} could not be fetched as locked",
                     where=paths.shown(pins.path),
                     why=_cause(lines, wheel),
-                    next_step="start again when the network is back; if the version is gone: kit lock --update RECIPE",
+                    next_step="`kit lock --update RECIPE` if the version is gone; else start again",
                     code=ExitCode.BUILD,
                 )
             (Path(folder) / name).replace(house / name)
@@ -100,6 +112,14 @@ def _cause(lines: Sequence[str], wheel: Wheel) -> str:
     told = [line for line in lines if line.startswith("ERROR:")]
     own = [line for line in told if wheel.name in line.lower().replace("_", "-")]
     return (own or told or lines or ["pip said nothing"])[0].removeprefix("ERROR:").strip()
+
+
+def silence(lines: Sequence[str]) -> str | None:
+    """Why an index could not be reached, in pip's words, when it gave one up; None when every one answered."""
+    given_up = [found[1] for line in lines if (found := _GIVEN_UP.search(line))]
+    if not given_up:
+        return None
+    return re.sub(r"[\"']\)$", "", re.split(r"[)>]: ", given_up[-1], maxsplit=1)[-1])
 
 
 # ---- looking up ------------------------------------------------------------------------------------------------------
@@ -128,11 +148,12 @@ def look_up(pins: Pins, requirements: Iterable[str]) -> dict[str, Found]:
         if report.is_file():
             return dict(_reported(json.loads(report.read_text(encoding="utf-8"))))
     # The second form is that of a machine whose pip configuration holds a constraint on the name.
+    silent = silence(lines)  # then no project is found, and none of them has vanished
     refused = re.search(r"(?:No matching distribution found for|Cannot install) ([\w.-]+)", "\n".join(lines))
-    if refused is None:
+    if refused is None or silent:
         raise KitError(
             "the package index could not be asked",
-            why=_cause(lines, pins.wheels[0]),
+            why=silent or _cause(lines, pins.wheels[0]),
             next_step="check network and proxy (`pip config list`), then start again",
             code=ExitCode.PREFLIGHT,
         )

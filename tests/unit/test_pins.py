@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -115,6 +116,46 @@ def test_what_cannot_be_had_stops_with_the_command(small: Pins, wrong: Wheel) ->
     assert caught.value.code == ExitCode.BUILD
     assert "kit lock --update" in str(caught.value) and "sniffio" in str(caught.value)
     assert list(paths.wheelhouse().iterdir()) == []
+
+
+@pytest.fixture
+def silent_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package index that takes no connection, and nothing to take its place."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    for name, value in {"CONFIG_FILE": os.devnull, "INDEX_URL": "http://127.0.0.1:9/simple", "RETRIES": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_silent_index_is_the_cause_and_no_version_that_is_gone(small: Pins, silent_index: None) -> None:
+    """Given no network, then the error counts what is missing, and says why and both ways out."""
+    with pytest.raises(KitError) as refused:
+        wheels.fetch(small)
+    error = refused.value
+    assert error.what == f"{len(small.wheels)} wheels are not here, and the package index does not answer"
+    assert str(error.why).startswith("Failed to ") and "onnection refused" in str(error.why)
+    assert "pip config list" in str(error.next_step) and "kit bundle load" in str(error.next_step)
+    with pytest.raises(KitError, match="the package index could not be asked") as unasked:
+        wheels.look_up(small, [one.requirement for one in small.wheels])
+    assert "onnection refused" in str(unasked.value.why)
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (
+            ["  WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('<pip."
+             "HTTPSConnection object at 0x7f>: Failed to establish: [Errno -3] Temporary failure')': /simple/six/"],
+            "Failed to establish: [Errno -3] Temporary failure",
+        ),
+        (["WARNING: Retrying (Retry(total=3, connect=None)) after connection broken by 'X(\"h): no\")': /six/"], None),
+        (["ERROR: No matching distribution found for six==0"], None),
+    ],
+)  # fmt: skip
+def test_an_index_is_silent_when_pip_has_given_it_up(lines: list[str], why: str | None) -> None:
+    assert wheels.silence(lines) == why
 
 
 def test_looking_up_gives_file_and_hash_and_skips_the_unknown(small: Pins) -> None:
