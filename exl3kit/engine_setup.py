@@ -121,6 +121,7 @@ def _need_root(packages: Sequence[str]) -> None:
 
 def _install(packages: Sequence[str], stage: Stage) -> None:
     """apt-get update and install, without asking anything."""
+    unread: list[str] = []  # what `update` only warns of
     for argv in (["update", "--quiet"], ["install", "--quiet", "--yes", "--no-install-recommends", *packages]):
         stage.say(f"apt-get {argv[0]}")
         try:
@@ -139,15 +140,20 @@ def _install(packages: Sequence[str], stage: Stage) -> None:
         log.debug("apt-get %s: exit code %d\n%s%s", argv[0], done.returncode, done.stdout, done.stderr)
         if done.returncode:
             own_words = [line for line in done.stderr.splitlines() if line.startswith("E: ")]
-            raise _not_installed(packages, (own_words or ["it said nothing"])[0])
+            said = (unread or own_words or ["it said nothing"])[0].removeprefix("E: ").removeprefix("W: ")
+            raise _not_installed(packages, said)
+        unread += [line for line in done.stderr.splitlines() if line.startswith("W: Failed to fetch")]
 
 
 def _not_installed(packages: Sequence[str], why: str) -> KitError:
+    next_step = f"`apt-get update && apt-get install {' '.join(packages)}` shows all of it"
+    if why.startswith("Failed to fetch"):
+        next_step = "start again when `apt-get update` reaches the mirrors: it needs a network or a proxy"
     return KitError(
         f"apt-get could not install {' '.join(packages)}",
         where="node local",
         why=why,
-        next_step=f"`apt-get update && apt-get install {' '.join(packages)}` shows all of it",
+        next_step=next_step,
         code=ExitCode.PREFLIGHT,
     )
 

@@ -158,8 +158,7 @@ def _run(base: pins.Rootfs, platform: str, out: Path, stage: Stage | None) -> No
                 stage.say(line[3:].strip().rstrip("."))
     if process.returncode:
         if any(line.startswith("E: Failed to fetch") and "/dists/" in line for line in said):
-            # The mirrors cannot be read: to ask what they offer would take a minute more.
-            raise _failed(said, pins.host())
+            raise _unread(base, said)  # to ask the mirrors what they offer would take a minute more
         if stage is not None:
             stage.say("it failed: the mirrors are asked what they offer now")
         offered = resolve(base, platform)
@@ -185,6 +184,17 @@ def _differs(pinned: Mapping[str, str], offered: Mapping[str, str]) -> KitError:
         where="image.base",
         why=", ".join(told) + more,
         next_step="kit lock --update RECIPE   (then review and commit the pins that changed)",
+        code=ExitCode.BUILD,
+    )
+
+
+def _unread(base: pins.Rootfs, said: Sequence[str]) -> KitError:
+    return KitError(
+        f"the root file system of {base.suite} is not here, and the Debian mirrors cannot be read",
+        where="image.base",
+        why=next(line for line in said if line.startswith("E: ")).removeprefix("E: "),
+        next_step="start again when `apt-get update` works here, "
+        "or `kit bundle load FILE` of one made where there is a network",
         code=ExitCode.BUILD,
     )
 

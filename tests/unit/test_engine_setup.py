@@ -8,6 +8,7 @@ import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -113,3 +114,30 @@ def test_an_engine_that_is_there_is_not_called_missing(
 def test_both_debian_releases_are_supported(release: str, codename: str) -> None:
     assert engine_setup.supported_release(release) == codename
     assert "docker.io" in engine_setup.ENGINE_PACKAGES[codename]
+
+
+@pytest.mark.parametrize(
+    ("update", "install", "why", "fix"),
+    [
+        # without a network, and without lists: `update` warns and succeeds, and no package exists
+        (
+            "W: Failed to fetch http://deb/InRelease  Temporary failure resolving",
+            "E: Unable to locate package docker.io",
+            "Failed to fetch http://deb/InRelease  Temporary failure resolving",
+            "needs a network",
+        ),
+        ("", "E: Failed to fetch http://deb/x  No route", "Failed to fetch http://deb/x  No route", "a proxy"),
+        ("", "E: dpkg was interrupted", "dpkg was interrupted", "`apt-get update && apt-get install docker.io`"),
+    ],
+)  # fmt: skip
+def test_a_failed_installation_names_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, install: str, why: str, fix: str
+) -> None:
+    program = tmp_path / "apt-get"
+    program.write_text(f"#!/bin/sh\n[ $1 = update ] && exec echo '{update}' >&2\necho '{install}' >&2\nexit 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stage: Any = SimpleNamespace(say=lambda note: None)
+    with pytest.raises(KitError, match="apt-get could not install docker") as refused:
+        engine_setup._install(["docker.io"], stage)
+    assert refused.value.why == why and fix in str(refused.value.next_step)

@@ -375,7 +375,8 @@ def test_mirrors_that_cannot_be_read_are_not_asked_again(tmp_path: Path, monkeyp
     (tmp_path / "made").mkdir()
     with pytest.raises(KitError, match="Temporary failure resolving") as refused:
         rootfs._run(base(), pins.host(), tmp_path / "made" / "rootfs.tar", None)
-    assert "apt-get update" in str(refused.value.next_step)
+    assert "apt-get update" in str(refused.value.next_step) and "kit bundle load" in str(refused.value.next_step)
+    assert "is not here, and the Debian mirrors cannot be read (Failed to fetch" in str(refused.value)
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
