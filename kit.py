@@ -282,7 +282,8 @@ def way_out(tail: str) -> str:
         return "a download differs from requirements.lock: check the package index in use (`pip config list`)"
     offline = ("connection", "resolution", "timed out", "no matching distribution", "unreachable", "proxy")
     if any(word in text for word in offline):
-        return "the first start needs a package index: check network and proxy (`pip config list`), then start again"
+        step = "the first start needs a package index: check network and proxy (`pip config list`), then start again"
+        return step + "; where there is none: docs/air-gapped.md"
     return f"start again; if it stays, `{sys.executable} -m pip --version` tells which pip this is"
 
 

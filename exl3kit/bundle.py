@@ -148,10 +148,11 @@ def kit_wheels(folder: Path) -> Iterator[tuple[str, Path]]:
     for _ in wheels.run_pip([*words, "-r", str(requirements)], lines):
         pass
     found = sorted(folder.glob("*.whl"))
-    if not found or any(line.startswith("ERROR:") for line in lines):
+    failures = [line for line in lines if line.startswith("ERROR:")]
+    if not found or failures:
         raise KitError(
             "the kit's own wheels could not be fetched",
-            why=next((line for line in lines if line.startswith("ERROR:")), "pip said nothing"),
+            why=wheels.silence(lines) or next(iter(failures), "pip said nothing"),
             next_step="start again when the network is back, or leave them out with --no-kit",
             code=ExitCode.BUILD,
         )

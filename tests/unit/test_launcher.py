@@ -191,6 +191,7 @@ def test_unreachable_index_is_a_sentence(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "check network and proxy" in done.stderr and "Traceback" not in done.stderr
     assert "kit: the kit's packages are not here, and the package index does not answer (Failed to " in done.stderr
+    assert done.stderr.endswith("; where there is none: docs/air-gapped.md\n")
     assert "No matching distribution" not in done.stderr  # as if it had looked
     assert "the package index does not answer: trying again" in done.stderr  # or the wait looks like a kit that hangs
     assert environments(home) == []

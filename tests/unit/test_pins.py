@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from exl3kit import paths, pins, recipes, resolve, wheels
+from exl3kit import bundle, paths, pins, recipes, resolve, wheels
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.pins import Pins, Wheel
 from exl3kit.recipe import Image
@@ -140,6 +140,9 @@ def test_a_silent_index_is_the_cause_and_no_version_that_is_gone(small: Pins, si
     with pytest.raises(KitError, match="the package index could not be asked") as unasked:
         wheels.look_up(small, [one.requirement for one in small.wheels])
     assert "onnection refused" in str(unasked.value.why)
+    with pytest.raises(KitError, match="the kit's own wheels could not be fetched") as unfetched:
+        bundle.kit_wheels(paths.wheelhouse())
+    assert str(unfetched.value.why).startswith("Failed to ")
 
 
 @pytest.mark.parametrize(
