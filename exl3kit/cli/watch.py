@@ -212,8 +212,10 @@ def logs(
     lines = tail if tail is not None else None if since else 100
     missing: dict[str, KitError] = {}
     with open_nodes(nodes, missing=missing) as opened:
+        if not opened:  # then nobody knows whether there are ranks
+            raise next(iter(missing.values()))
         for node, error in missing.items():
-            print(f"kit: node {node} does not answer, its ranks are left out ({error.what})", file=sys.stderr)
+            print(f"kit: node {node} cannot be asked, its ranks are left out ({error.what})", file=sys.stderr)
         if post_mortem:
             show_post_mortem(opened, name, as_json)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from exl3kit import facts, logs, ports, post_mortem, receipts, serve, status, takedown
+from exl3kit import cli, facts, logs, ports, post_mortem, receipts, serve, status, takedown
 from exl3kit.cli import watch
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.probe import Engine
@@ -212,6 +213,17 @@ NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 )
 def test_since_takes_a_span(text: str, ago: int) -> None:
     assert (NOON - logs.since(text, NOON)).total_seconds() == ago
+
+
+def test_logs_of_nodes_that_cannot_be_asked_say_why_and_not_that_no_rank_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kit", "logs", "demo-tp2", "--nodes", "nosuch.invalid"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == ExitCode.UNREACHABLE
+    assert "nosuch.invalid" in said and "next: " in said and "no rank of" not in said
 
 
 def log_of(rank: int, text: str) -> Any:
