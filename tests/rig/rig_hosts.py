@@ -102,7 +102,9 @@ class Rig:
         rig_script("engine", node, what)
 
 
-OTHER_RIGS = re.compile(rf"exl3rig(?!{NUMBER})\d|EXL3KIT-RIG-(?!{NUMBER})\d")  # they may be up beside this one
+OTHER_RIGS = re.compile(  # they may be up beside this one; the folders of rig 0 have no number
+    rf"exl3rig(?!{NUMBER})\d|(?i:exl3kit-rig)-(?!{NUMBER})\d" + (r"|exl3kit-rig(?!-)" if NUMBER else "")
+)
 
 
 def traces() -> set[str]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rig_hosts import SCRIPT, Rig, call, import_tiny, rig_script, rig_status, room, traces
+from rig_hosts import OTHER_RIGS, SCRIPT, Rig, call, import_tiny, rig_script, rig_status, room, traces
 from rig_lib import host
-from rig_lib.plan import BRIDGE, PREFIX
+from rig_lib.plan import BRIDGE, NUMBER, OWN_FOLDER, PREFIX
 
 
 def containers(rig: Rig, node: str) -> list[str]:
@@ -272,3 +272,13 @@ def test_exec_gives_the_exit_code_of_the_command(rig: Rig) -> None:
 def test_printed_environment_is_what_the_kit_needs(rig: Rig) -> None:
     script = f'eval "$({SCRIPT} env)"; ssh -F "$EXL3KIT_SSH_CONFIG" node1 true && docker buildx version'
     assert "buildx" in call("sh", "-c", script).stdout
+
+
+def test_another_rigs_disks_and_names_are_not_taken_for_this_ones() -> None:
+    """Given a rig of each number but ours, then none of its names is ours, and ours is not another's."""
+    for number in set(range(10)) - {NUMBER}:
+        folder = f"exl3kit-rig-{number}" if number else "exl3kit-rig"
+        for name in (f"exl3rig{number}br", f"EXL3KIT-RIG-{number}", f"/disks/{folder}/node2/data", f"/run/{folder}"):
+            assert OTHER_RIGS.search(name), name
+    for name in (BRIDGE, f"EXL3KIT-RIG-{NUMBER}", f"/disks/{OWN_FOLDER}/node2/data", f"/run/{OWN_FOLDER}"):
+        assert not OTHER_RIGS.search(name), name
