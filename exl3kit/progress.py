@@ -77,7 +77,9 @@ class Stage:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second of late, or None while there is nothing to say."""
+        """Bytes per second of late, or None while there is nothing to say, and when the last byte has moved."""
+        if self.total and self.done >= self.total:
+            return None
         points = list(self._points)
         now = time.monotonic()
         if not points or now - self.started < LEAST_RATE or now - points[0][0] < LEAST_RATE:
@@ -88,7 +90,7 @@ class Stage:
     def seconds_left(self) -> float | None:
         """Seconds until the last byte at the rate of late, or None when that is not known."""
         rate = self.rate
-        if not self.total or not rate or self.done >= self.total:
+        if not self.total or not rate:
             return None
         return (self.total - self.done) / rate
 

@@ -101,6 +101,17 @@ def test_a_stall_lowers_the_rate_instead_of_freezing_it(now: SimpleNamespace) ->
     assert before is not None and stage.seconds_left is not None and stage.seconds_left > 3 * before
 
 
+def test_after_the_last_byte_no_rate_sinks_while_the_stage_works_on(now: SimpleNamespace) -> None:
+    stage = Stage("environment", total=458_000_000, started=0.0)
+    for second in (1, 2, 3):
+        now.at = float(second)
+        stage.advance(153_000_000)
+    now.at = 41.0
+    stage.say("[wheels 3/4] RUN python3")
+    assert stage.standing() == "459 MB, [wheels 3/4] RUN python3"
+    assert stage.moved() == "459 MB, 153 MB/s"
+
+
 def test_a_copy_that_begins_anew_has_no_rate_of_before(now: SimpleNamespace) -> None:
     stage = Stage("copy", total=90_000_000, started=0.0)
     for second in range(1, 9):
