@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from exl3kit import run_log
@@ -23,6 +24,7 @@ FIRST_PORT = 47300
 COPY_SECONDS = 6 * 3600.0
 SILENT_SECONDS = 20  # of rsync: a link that dies is noticed after this
 LOOK_SECONDS = 2.0
+END_SECONDS = 5.0
 
 # $1: folder to fill, $2: own address, $3: port, $4: the sender's address. The password is the first line of stdin.
 RECEIVER = r"""
@@ -111,10 +113,10 @@ def copy(
             )
     finally:
         daemon.stdin.close()
-        try:
-            daemon.wait(timeout=5)
-        finally:
-            daemon.kill()
+        with suppress(subprocess.TimeoutExpired):  # a link that dies right now is told by whatever asks the node next
+            daemon.wait(timeout=END_SECONDS)
+        daemon.kill()
+        daemon.wait()
 
 
 def send(source: Node, words: list[str], password: str, look: Callable[[], str | None]) -> str | None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from exl3kit import manifest, recipes, weights
+from exl3kit import manifest, recipes, weight_sync, weights
 from exl3kit.deployment import NodeFacts
 from exl3kit.errors import ExitCode, KitError
 
@@ -236,3 +238,23 @@ def test_case_24_a_copy_that_differs_in_one_file_is_refused_by_its_name(sharded:
     with pytest.raises(KitError) as refused:
         weights.compare(Refusing(), here, "/w", {"files": there, "problems": []})  # type: ignore[arg-type]
     assert f"/w/{name} {said}" in refused.value.what and refused.value.code == ExitCode.VERIFICATION
+
+
+def test_a_link_that_dies_when_all_is_copied_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a receiver whose connection neither ends nor breaks any more, and a sender that is done
+    monkeypatch.setattr(weight_sync, "END_SECONDS", 0.1)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def machine(script: str) -> Any:
+        def spawn(argv: list[str]) -> subprocess.Popen[bytes]:
+            started.append(subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            return started[-1]
+
+        return SimpleNamespace(name="node", spawn=spawn, run=lambda argv: SimpleNamespace(stdout="0 folder"))
+
+    facts: Any = SimpleNamespace(address="10.0.0.1", probe=SimpleNamespace(listening=[]))
+    # when
+    source, target = machine("read -r password"), machine("read -r password; echo ready; exec sleep 60")
+    weight_sync.copy(source, target, (facts, facts), "from", "into", lambda count: None)
+    # then both are gone, and whoever asks the node next tells how it is
+    assert [one.poll() is not None for one in started] == [True, True]
