@@ -73,7 +73,7 @@ def latest_word(one: Standing) -> str:
     from requests import RequestException
 
     try:
-        lines = [line.strip() for line in containers.tail(one, 3)]
+        lines = [" ".join(line.split()) for line in containers.tail(one, 3)]
     except (DockerException, RequestException, OSError):
         return ""
     told = [line for line in lines if line and not line.startswith(post_mortem.MARK)]

@@ -24,6 +24,9 @@ BreakLock = Annotated[
 ]
 
 
+SHOWN = 120  # characters of the probe and of its answer that are shown
+
+
 @dataclass(frozen=True)
 class Start:
     """Options of a verb that starts ranks."""
@@ -87,6 +90,7 @@ def restart(recipe: args.RecipeArg, start: Start, as_json: args.JsonOption = Fal
 def bring_up(way: Callable[..., Serving], recipe: str, start: Start, *, as_json: bool) -> None:
     """Bring a recipe up in a `way` of `exl3kit.serve` and print what serves."""
     from exl3kit import recipes
+    from exl3kit.faults import printable
     from exl3kit.nodes import open_nodes
     from exl3kit.serve import Terms
     from exl3kit.timings import Run
@@ -103,6 +107,8 @@ def bring_up(way: Callable[..., Serving], recipe: str, start: Start, *, as_json:
         return
     word = "serves" if serving.started else "was serving already, and nothing was restarted,"
     console.print(f"{serving.deployment.served_name} {word} on {serving.head.node.name}: {serving.url}", markup=False)
+    asked, said = (printable(text.strip(), SHOWN) for text in (loaded.probe.prompt, serving.answer.text))
+    console.print(f"  asked: {asked}  answered: {said}", markup=False, soft_wrap=True)
 
 
 def as_fields(serving: Serving) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from exl3kit import (
     weights,
 )
 from exl3kit.admission import GIB
+from exl3kit.asking import Answer
 from exl3kit.cli import plan as cli
 from exl3kit.cli import serve as serving
 from exl3kit.errors import KitError
@@ -187,3 +190,21 @@ def test_up_dry_run_shows_what_ranks_would_get_and_starts_nothing(monkeypatch: p
     monkeypatch.setattr(serving, "bring_up", lambda *_: pytest.fail("it started something"))
     serving.up("demo-tp2", nodes="a,b", dry_run=True)
     assert seen == [(("demo-tp2",), {"nodes": "a,b", "sets": None, "env": True, "as_json": False})]
+
+
+def test_up_ends_with_what_was_asked_and_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given an answer that a terminal would not survive, then it is shown on one line, after the address."""
+    monkeypatch.setattr("exl3kit.nodes.open_nodes", nullcontext)
+    served = SimpleNamespace(
+        deployment=SimpleNamespace(served_name="demo"),
+        head=SimpleNamespace(node=SimpleNamespace(name="spark1")),
+        url="http://127.0.0.1:8000/v1",
+        started=True,
+        answer=Answer(200, 0.1, 1.0, {"choices": [{"text": " 4\n\x1b[2J[b]" + "!" * 500}]}),
+    )
+    serving.bring_up(lambda *_: served, "demo-tp2", serving.Start(), as_json=False)  # type: ignore[arg-type, return-value]
+    address, said = capsys.readouterr().out.splitlines()
+    assert address == "demo serves on spark1: http://127.0.0.1:8000/v1"
+    assert said.startswith(r"  asked: 2+2=  answered: 4\n\x1b[2J[b]!!!") and said.endswith("!…") and len(said) < 160

@@ -136,6 +136,7 @@ def test_without_bytes_the_last_time_is_the_outlook() -> None:
     [
         (b"a line\nLoading shards:  50% | 1/2\rLoading shards: 100% | 2/2\n\n", "Loading shards: 100% | 2/2"),
         (f"a line\n{post_mortem.MARK} a report\n".encode(), "a line"),
+        (b"(pid=66) INFO \treserved_cpus=[]\n", "(pid=66) INFO reserved_cpus=[]"),
         (b"\x1b[2Jnot for a terminal", "\\x1b[2Jnot for a terminal"),
         (b"", ""),
     ],
