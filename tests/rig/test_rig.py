@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from rig_hosts import OTHER_RIGS, SCRIPT, Rig, call, import_tiny, rig_script, rig_status, room, traces
 from rig_lib import host
 from rig_lib.plan import BRIDGE, NUMBER, OWN_FOLDER, PREFIX
+from rig_lib.template import cache_lock
 
 
 def containers(rig: Rig, node: str) -> list[str]:
@@ -49,6 +51,21 @@ def test_both_forms_of_apt_sources(
     read: Callable[[str], Iterator[tuple[str, str]]], text: str, entries: list[tuple[str, str]]
 ) -> None:
     assert list(read(text)) == entries
+
+
+def test_a_rig_command_that_waits_for_another_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with cache_lock():
+        assert capfd.readouterr().err == ""
+        script = "from rig_lib.template import cache_lock\nwith cache_lock(): print('got it', flush=True)"
+        other = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=SCRIPT.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert other.stderr is not None
+        assert other.stderr.readline() == "rig: waits for another rig command to end\n"
+    assert other.communicate(timeout=30) == ("got it\n", "")
 
 
 def test_folders_that_pip_takes_packages_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
