@@ -58,10 +58,11 @@ def ensure(
     """The recipe's image, the same on every node: built on the first unless some node has it, then copied.
 
     Two builds of one stamp may differ in the times of their files, so a node whose layers differ gets a copy too.
-    `builder` names another node than the first to build on. Raises `KitError` as `build` and `transfer.spread` do.
+    `builder` names another node than the first to build on; without `cache` it is built there, whoever has it. Raises
+    `KitError` as `build` and `transfer.spread` do.
     """
-    there = side_by_side.run(*(partial(find, node, lock.stamp) for node in nodes))
     first = next((node for node in nodes if node.name == builder), nodes[0])
+    there = side_by_side.run(*(partial(find, node, lock.stamp) for node in nodes)) if cache else [None] * len(nodes)
     source = next((node for node, image in zip(nodes, there, strict=True) if image is not None), first)
     built = build(recipe, lock, source, progress=progress, cache=cache)
     spread(built, recipe.name, source, nodes, progress=progress)

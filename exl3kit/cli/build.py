@@ -168,9 +168,10 @@ def _build(recipe: Recipe, lock: Lock, named: str, on: str | None, *, cache: boo
 
     progress = output.progress(Run("build", recipe.name, named), as_json=as_json)
     with stoppable(), nodes.open_nodes(named) as opened:
-        if on is not None and on not in [node.name for node in opened]:
+        builder = next((node for node in opened if on in (None, node.name)), None)
+        if builder is None:
             raise KitError(f"{on} is none of the nodes", where="--on", next_step=f"name one of {named}")
-        changes = image.changes(opened[0], recipe, lock)
+        changes = image.changes(builder, recipe, lock)
         for change in (changes or [])[:5]:
             progress.tell(f"since the last image: {change}")
         built = image.ensure(recipe, lock, opened, progress=progress, cache=cache, builder=on)

@@ -362,6 +362,24 @@ def test_an_overlay_that_decodes_wrong_makes_no_image(rig: Rig, built: dict[str,
 
 
 @pytest.mark.full
+def test_a_build_on_a_named_node_is_made_there_and_copied_to_the_others(
+    rig: Rig, built: dict[str, Any], tree: Path
+) -> None:
+    # given the image on node1, and room for another; when it is to be built anew on node2
+    rig.docker("node1", "builder", "prune", "--all", "--force", timeout=120)
+    argv = ("build", "demo", "--nodes", "node1,node2", "--on", "node2", "--no-cache", "--json")
+    fields = told(kit(rig, *argv, cwd=tree))
+    # then it is built there, and node1 gets that one
+    assert fields["built"] is True and fields["stages"]["environment"] > 0
+    assert "image to node1" in fields["stages"] and "image to node2" not in fields["stages"]
+    with nodes.open_nodes("node1,node2") as both:
+        here, there = (built_image.find(node, fields["stamp"]) for node in both)
+    assert here is not None and there is not None and here.same_content(there)
+    assert list(there.layers) == fields["layers"]
+    assert "is none of the nodes" in kit(rig, "build", "demo", "--nodes", "node1", "--on", "node2", cwd=tree).stderr
+
+
+@pytest.mark.full
 def test_a_base_that_has_vllm_gets_the_overlay_and_nothing_else(
     rig: Rig, built: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
