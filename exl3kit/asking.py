@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from exl3kit import exec_output
 from exl3kit.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ def run(rank: Standing, argv: list[str], *, patience: float) -> dict[str, Any]:
     name = str(rank.container.name)
     try:
         with rank.node.patient_engine(patience) as engine:
-            started = engine.api.exec_create(rank.container.id, argv)
-            stdout, stderr = engine.api.exec_start(started["Id"], demux=True)
-        return dict(json.loads(stdout or b""))
+            pieces = list(exec_output.of(engine.api, str(rank.container.id), argv))
+        stdout, stderr = (b"".join(piece[end] or b"" for piece in pieces) for end in (0, 1))
+        return dict(json.loads(stdout))
     except (APIError, RequestException, OSError) as error:
         raise rank.node.error(f"{name} cannot be asked", why=str(error)[:300], code=ExitCode.SERVING) from error
     except ValueError as error:
-        said = (stderr or stdout or b"").decode("utf-8", "replace").strip()
+        said = (stderr or stdout).decode("utf-8", "replace").strip()
         raise rank.node.error(f"{name} gave no answer", why=said[-300:] or "it ended", code=ExitCode.SERVING) from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from exl3kit import exec_output
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -107,9 +108,8 @@ def stream(rank: Standing, argv: list[str]) -> Iterator[tuple[bytes | None, byte
     mark, ended, rest = secrets.token_hex(8), False, b""
     try:
         with rank.node.patient_engine(CAMPAIGN_SECONDS) as engine:
-            started = engine.api.exec_create(rank.container.id, [*argv, mark])
             try:
-                for stdout, stderr in engine.api.exec_start(started["Id"], stream=True, demux=True):
+                for stdout, stderr in exec_output.of(engine.api, str(rank.container.id), [*argv, mark]):
                     *lines, rest = (rest + (stdout or b"")).split(b"\n")
                     yield from ((line, None) for line in lines)
                     if stderr:
