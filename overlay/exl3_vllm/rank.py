@@ -20,7 +20,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from exl3_vllm import api_guard, drain_gate, guard, post_mortem
+from exl3_vllm import api_gate, api_guard, guard, post_mortem
 from exl3_vllm.own_cache import use_own_cache
 from exl3_vllm.rank_api import ask, get
 from exl3_vllm.rank_settings import (
@@ -98,7 +98,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             raise RankError(f"cannot make {folder}: {error.strerror}", EXIT_PREFLIGHT) from error
     child = use_own_cache({**environ, "EXL3_RECEIPT_DIR": str(settings.receipt_dir)}, settings, BUILT_CACHE)
     if settings.role == "head":
-        argv = drain_gate.gated(argv)
+        argv = api_gate.gated(argv)
         key = settings.api_key()
         if key is not None:
             child[api_guard.VARIABLE] = key

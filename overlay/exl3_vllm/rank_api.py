@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from exl3_vllm import watch
+from exl3_vllm import api_gate, watch
 from exl3_vllm.rank_settings import Settings
 
 POLL_S = 1.0
@@ -70,7 +70,7 @@ class Judge:
     def __init__(self, settings: Settings, key: str | None) -> None:
         self.ready = False
         self.samples: list[tuple[float, dict[str, float]]] = []  # (time, counters), newest last; taken by the reader
-        self._api, self._key = settings.api, key
+        self._api, self._key, self._run_dir = settings.api, key, settings.run_dir
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="exl3-judge", daemon=True).start()
 
@@ -84,7 +84,8 @@ class Judge:
                 continue
             code, text = get(self._api + "/metrics", timeout=5)
             if code == 200:
-                self.samples.append((time.monotonic(), watch.parse_metrics(text)))
+                unanswered = {"unanswered": float(api_gate.holds(self._run_dir, api_gate.UNANSWERED))}
+                self.samples.append((time.monotonic(), {**watch.parse_metrics(text), **unanswered}))
 
     def _gives_a_token(self) -> bool:
         if get(self._api + "/health", timeout=5)[0] != 200:

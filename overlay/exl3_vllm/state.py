@@ -41,6 +41,11 @@ class State:
         """Seconds to wait before the next start: none after the first failure, then 2, 4, 8, ... up to `cap`."""
         return 0.0 if self.failures < 2 else min(cap, 2.0 ** (self.failures - 1))
 
+    def forget_failures_of_others(self, generation: str) -> None:
+        """What an operator starts anew begins without a pause."""
+        if generation != self.generation:
+            self.failures = 0
+
     def enter(self, incarnation: int, generation: str) -> None:
         self.known = self.open = incarnation
         self.generation = generation

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from exl3_vllm import drain_gate, exits, post_mortem, refusals, watch
+from exl3_vllm import api_gate, exits, post_mortem, refusals, watch
 from exl3_vllm.gang import Gang, Identity, Phase
 from exl3_vllm.gang_wire import Wire
 from exl3_vllm.rank_api import Judge
@@ -122,6 +122,7 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def begin(self) -> None:
+        self.state.forget_failures_of_others(self.settings.generation)
         pause = self.state.pause(self.limits.backoff_s)
         if pause:
             self.resume_at = time.monotonic() + pause
@@ -178,7 +179,7 @@ class Supervisor:
         for old in self.settings.receipt_dir.glob("*.json"):
             old.unlink()
         (self.settings.run_dir / refusals.FILE).unlink(missing_ok=True)
-        drain_gate.open_gate(self.settings.run_dir)
+        api_gate.open_gate(self.settings.run_dir)
         self.vllm = VllmProcess(self.argv, self.environ, head=self.head)
         for pipe in self.vllm.pipes:
             self.selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self.pump(pipe))
@@ -259,6 +260,7 @@ class Supervisor:
             time.sleep(0.02)
             vllm.reap()
         process, status = vllm.tree.culprit(vllm.status)
+        stopping = vllm.tree.main_that_stops()
         refusal = refusals.read(self.settings.run_dir)
         if refusal is not None:
             self.end("unfit", process, refusal, now)
@@ -266,6 +268,9 @@ class Supervisor:
         code, number = exits.exit_words(status) if status is not None else exits.said_exit_code(vllm.lines)
         how = f"signal {number}" if number else f"status {code}" if code is not None else "an unknown status"
         sentence = f"{process} ended by itself with {how}"
+        if stopping is not None:
+            sentence = f"{stopping} stops by itself: {sentence}"
+            process = stopping
         if code == 0:
             sentence += "; a server that nobody stopped has failed (did a peer die?)"
         kills = watch.memory()["oom_kills"]
@@ -285,11 +290,11 @@ class Supervisor:
         say(self.settings, f"{self.why}; vLLM has {self.stop_by - now:.0f} s")
         self.gang.stop(self.why)
         if self.head:
-            drain_gate.close_gate(self.settings.run_dir)
+            api_gate.close_gate(self.settings.run_dir)
 
     def drain(self, now: float) -> None:
         assert self.vllm is not None and self.stop_by is not None
-        if self.head and not self.told_to_stop and drain_gate.is_empty(self.settings.run_dir):
+        if self.head and not self.told_to_stop and not api_gate.holds(self.settings.run_dir, api_gate.INSIDE):
             self.told_to_stop = True
             self.vllm.tell_to_stop()
         if self.vllm.status is not None or self.gang.loss is not None or now > self.stop_by:

@@ -148,6 +148,11 @@ class Tree:
                 self.note_end(pid)
         return bool(self.ended)
 
+    def main_that_stops(self) -> str | None:
+        """The main process by name, when it lives and all that has ended did so without an error: it told them to."""
+        clean = all(status == 0 for status in self.ended.values())
+        return self.named[self.main][0] if clean and self.main not in self.ended else None
+
     def culprit(self, main_status: int | None) -> tuple[str, int | None]:
         """Which end brought the others: its process and wait status.
 
@@ -255,14 +260,15 @@ class Progress:
     """Whether requests get on, from samples of the engine's counters.
 
     Any change is progress, the share of the KV cache included: a prefill of 200,000 tokens counts its prompt only at
-    the end, but fills the cache all the while. No request is progress too. No sample is none.
+    the end, but fills the cache all the while. No request is progress too. No sample is none. The engine's counters do
+    not know a request before its first step is done, so `unanswered` is added to them (`api_gate`).
     """
 
     since: float
     sample: Mapping[str, float] = field(default_factory=dict)
 
     def take(self, sample: Mapping[str, float], now: float) -> None:
-        idle = not sample.get("running") and not sample.get("waiting")
+        idle = not any(sample.get(key) for key in ("running", "waiting", "unanswered"))
         if idle or sample != self.sample:
             self.since = now
         self.sample = dict(sample)
@@ -273,6 +279,8 @@ class Progress:
     def why(self, now: float) -> str:
         """What a stall is, in a sentence."""
         requests = (self.sample.get("running") or 0) + (self.sample.get("waiting") or 0)
+        if not requests and self.sample.get("unanswered"):
+            return f"a request waits for its first token, and nothing has moved for {self.stalled_s(now):.0f} s"
         if not requests:
             return f"the API's counters cannot be read, and have not changed for {self.stalled_s(now):.0f} s"
         return f"{requests:.0f} request(s) wait, and nothing has moved for {self.stalled_s(now):.0f} s"

@@ -65,10 +65,10 @@ def stat(pid: int) -> tuple[str, str] | None:
 def laid_over(rank: Rank, engine: str) -> Rank:
     """The rank under this checkout's supervisor, in whatever image; `small`: with the small engine in vLLM's place.
 
-    The folder that stands for the model holds all that this needs. No pause between starts that were short.
+    The folder that stands for the model holds all that this needs.
     """
     argv = ("python3", "/model/small_engine.py", *rank.argv[1:]) if engine == "small" else rank.argv
-    env = {**rank.env, "EXL3_STEADY_S": "0", "PYTHONPATH": "/model/overlay"}
+    env = {**rank.env, "PYTHONPATH": "/model/overlay"}
     return replace(rank, argv=argv, env=env, model_dir=LAID_DIR)
 
 
@@ -90,7 +90,7 @@ class GangOnRig:
     # Start and end ---------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start the gang; returns when it serves."""
+        """Start the gang, without pauses after short starts: faults follow fast. Returns when it serves."""
         with open_nodes(NODES) as nodes:
             ground = serve.survey(recipes.load(RECIPE, SETTINGS), nodes)
             planned = ground.plan(serve.new_generation())
@@ -99,6 +99,7 @@ class GangOnRig:
                 serve.prepare(ground, Progress(Console(file=io.StringIO())))
             containers.take_down(nodes, RECIPE)
             ranks = planned.ranks
+            ranks = tuple(replace(rank, env={**rank.env, "EXL3_STEADY_S": "0"}) for rank in ranks)
             if self.over:
                 self.lay()
                 ranks = tuple(laid_over(rank, self.engine) for rank in ranks)

@@ -56,6 +56,24 @@ def test_who_took_the_others_with_it(ended: list[tuple[int, int | None]], main_s
     assert tree.culprit(main_status)[0] == culprit
 
 
+@pytest.mark.parametrize(
+    ("ended", "stops"),
+    [
+        ({2: FINE}, "API server"),  # it was told to stop, tells the core first, and ends a second later
+        ({2: FINE, 3: FINE}, "API server"),
+        ({2: FAILED}, None),
+        ({2: FINE, 3: KILLED}, None),
+        ({2: None}, None),
+        ({1: FINE, 2: FINE}, None),
+    ],
+)
+def test_a_server_that_has_begun_to_stop_is_known(ended: dict[int, int | None], stops: str | None) -> None:
+    tree = watch.Tree(main=1, head=True)
+    tree.named = {1: ("API server", 0), 2: ("engine core", 0), 3: ("worker", 0)}
+    tree.ended = ended
+    assert tree.main_that_stops() == stops
+
+
 def test_a_stopped_process_is_found_in_a_real_tree() -> None:
     child = subprocess.Popen(["sleep", "600"])
     tree = watch.Tree(main=child.pid, head=False)
@@ -197,6 +215,8 @@ def test_counters_are_read_from_metrics() -> None:
         ([{"running": 1, "generation_tokens": n} for n in range(10)], False),
         ([{"running": 1, "kv_usage": n / 100} for n in range(10)], False),  # a long prefill fills the cache
         ([], True),  # the API does not answer
+        ([{"running": 0, "unanswered": 1.0}] * 10, True),  # the first step of an engine that had nothing to do hangs
+        ([{"running": 0, "unanswered": 1.0, "generation_tokens": n} for n in range(10)], False),
     ],
 )
 def test_requests_that_wait_while_nothing_moves_are_a_stall(samples: list[dict[str, float]], stalled: bool) -> None:
@@ -327,6 +347,10 @@ def test_pauses_grow_to_a_cap_and_memory_outlives_the_process(tmp_path: Path) ->
         state = State.load(tmp_path)
     assert pauses == [0, 0, 2, 4, 8, 16, 32, 60, 60]
     assert state.known == 9
+    state.forget_failures_of_others("g")
+    assert state.pause(60.0) == 60
+    state.forget_failures_of_others("what an operator started anew")
+    assert state.pause(60.0) == 0
     state.leave(failed=False)
     assert State.load(tmp_path).pause(60.0) == 0
 

@@ -262,24 +262,24 @@ def test_vllms_head_is_started_behind_the_gate_and_with_a_key_behind_the_guard(
     program.chmod(0o755)
     argv = ["--", str(program), "serve", "/model"]
     guarded = rank({**environ, "EXL3_API_KEY_FILE": str(tmp_path / "key")}, *argv)[1]
-    gated = "told: serve /model --middleware exl3_vllm.drain_gate.DrainGate"
+    gated = "told: serve /model --middleware exl3_vllm.api_gate.ApiGate"
     assert f"{gated} --middleware exl3_vllm.api_guard.KeyGuard\n" in guarded
     assert f"{gated}\n" in rank(environ, *argv)[1]
 
 
 ANSWERING = """if True:  # a server with one request inside, which it answers for as long as it was told
-    import fcntl, os, pathlib, signal, sys, time
-    from exl3_vllm import drain_gate
+    import os, pathlib, signal, sys, time
+    from exl3_vllm import api_gate
     run = pathlib.Path(os.environ["EXL3_RUN_DIR"])
     signal.signal(signal.SIGTERM, lambda *_: print("told to stop", flush=True) or sys.exit(0))
-    lock = drain_gate.open_lock(run)
-    fcntl.flock(lock, fcntl.LOCK_SH)
+    inside = api_gate.Presence(api_gate.open_present(run), api_gate.INSIDE)
+    inside.enter()
     print("closed" if (run / "closed").exists() else "open", flush=True)
     while not (run / "closed").exists():
         time.sleep(0.02)
     time.sleep(float(sys.argv[1]))
     print("answered", flush=True)
-    fcntl.flock(lock, fcntl.LOCK_UN)
+    inside.leave()
     time.sleep(60)
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from exl3_vllm import api_guard, drain_gate
+from exl3_vllm import api_gate, api_guard
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -47,8 +47,8 @@ def test_behind_the_closed_gate_the_real_server_answers_nothing(
 ) -> None:
     monkeypatch.setenv("EXL3_RUN_DIR", str(tmp_path))
     parser = make_arg_parser(FlexibleArgumentParser())
-    app = build_app(parser.parse_args(drain_gate.gated(["vllm", "serve"])[2:]), ("generate",))
+    app = build_app(parser.parse_args(api_gate.gated(["vllm", "serve"])[2:]), ("generate",))
     assert 503 not in set(statuses(app, {}).values())
-    drain_gate.close_gate(tmp_path)
+    api_gate.close_gate(tmp_path)
     assert {path for path, status in statuses(app, {}).items() if status != 503} <= {"/metrics"}
-    assert drain_gate.is_empty(tmp_path)
+    assert not api_gate.holds(tmp_path, api_gate.INSIDE)
