@@ -47,7 +47,32 @@ class Entry:
 
     @property
     def size(self) -> int:
-        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+        """Its bytes. Raises `KitError` (build) when the file is gone."""
+        if isinstance(self.source, bytes):
+            return len(self.source)
+        try:
+            return self.source.stat().st_size
+        except FileNotFoundError as error:
+            raise self.changed("it went away meanwhile") from error
+
+    def open(self) -> IO[bytes]:
+        """Its content, to be read. Raises `KitError` (build) when the file is gone."""
+        if isinstance(self.source, bytes):
+            return io.BytesIO(self.source)
+        try:
+            return self.source.open("rb")
+        except FileNotFoundError as error:
+            raise self.changed("it went away meanwhile") from error
+
+    def changed(self, why: str) -> KitError:
+        """What there is to say of a file that is no longer what was locked: somebody works in the checkout."""
+        return KitError(
+            f"{self.name} is not the file that was locked",
+            where="build context",
+            why=why,
+            next_step="run the same command again",
+            code=ExitCode.BUILD,
+        )
 
 
 def requirements(wheels: Sequence[Wheel]) -> str:
@@ -146,14 +171,14 @@ def _dockerfile(lock: Lock, repo: Path = paths.REPO) -> str:
 def write(entries: Sequence[Entry], out: IO[bytes], stage: Stage | None = None) -> None:
     """Write the context as a tar, sorted by name.
 
-    Raises `KitError` (build) when a file is not the locked one.
+    Raises `KitError` (build) when a file is not the locked one, or is gone.
     """
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for entry in sorted(entries, key=lambda entry: entry.name):
             member = tarfile.TarInfo(entry.name)
             member.size, member.mtime = entry.size, FILE_TIME
             member.mode = 0o755 if entry.executable else 0o644
-            with _opened(entry) as source:
+            with entry.open() as source:
                 reader = Hashing(source, stage)
                 archive.addfile(member, reader)
             _check(entry, reader.digest)
@@ -203,16 +228,6 @@ class Hashing:
         return self._hash.hexdigest()
 
 
-def _opened(entry: Entry) -> IO[bytes]:
-    return io.BytesIO(entry.source) if isinstance(entry.source, bytes) else entry.source.open("rb")
-
-
 def _check(entry: Entry, digest: str) -> None:
     if entry.sha256 is not None and digest != entry.sha256:
-        raise KitError(
-            f"{entry.name} is not the file that was locked",
-            where="build context",
-            why=f"sha256 {digest[:12]}, locked is {entry.sha256[:12]}: it changed meanwhile",
-            next_step="run the same command again",
-            code=ExitCode.BUILD,
-        )
+        raise entry.changed(f"sha256 {digest[:12]}, locked is {entry.sha256[:12]}: it changed meanwhile")

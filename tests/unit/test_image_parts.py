@@ -57,6 +57,15 @@ def test_a_file_that_changed_since_the_lock_stops_the_build(tmp_path: Path) -> N
     assert refused.value.code == ExitCode.BUILD
 
 
+def test_a_file_that_went_away_since_the_lock_stops_the_build(tmp_path: Path) -> None:
+    """Given somebody who works in the checkout meanwhile, then it is said; no fault of the kit."""
+    gone = context.Entry("overlay/a.py", tmp_path / "a.py", "0" * 64)
+    for look in (lambda: gone.size, gone.open, lambda: tar_of([gone])):
+        with pytest.raises(KitError, match=r"overlay/a\.py is not the file that was locked \(it went away") as refused:
+            look()
+        assert refused.value.code == ExitCode.BUILD
+
+
 def test_a_failure_while_streaming_reaches_the_caller(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("new")
