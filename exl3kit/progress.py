@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -183,7 +183,9 @@ class Progress:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None) -> Iterator[Stage]:
         """Time one stage; it is reported as failed when the body raises."""
-        last = self.last.stages.get(name, 0.0)
+        with self._lock:
+            before = [row.name for row in self.timings if row.depth == 0] + [one.name for one in self.active]
+        last = self.last.stages.get(turn_of(name, before.count(name)), 0.0)
         stage = Stage(name, total, last if last >= WORTH_TELLING else None)
         self._begin(stage)
         try:
@@ -217,7 +219,8 @@ class Progress:
             for line in self._table([*self.timings, Timing("wall clock", total)]):
                 self._print("", line)
         if self._run is not None:
-            timings.remember(self._run, Times(self.seconds, round(total, 2)))
+            turns = {turn: round(row.seconds, 2) for turn, row in _turns(self.timings) if turn}
+            timings.remember(self._run, Times(turns, round(total, 2)))
 
     def _table(self, rows: list[Timing]) -> Iterator[str]:
         """The summary's lines: names aligned and, on a narrow terminal, cut, and there without what came of each."""
@@ -225,11 +228,11 @@ class Progress:
         figures = 10 + (15 if self.last.wall is not None else 0)
         width = max(len(row.name) + 2 * row.depth for row in rows)
         room = self.console.width - figures if self.console.is_terminal else width
-        for row in rows:
+        for turn, row in _turns(rows):
             name = "  " * row.depth + row.name
             if len(name) > room:
                 name = f"{name[: max(room - 3, 8)]}..."
-            before = last.get(row.name) if row.depth == 0 else None
+            before = last.get(turn)
             compared = f" {f'(last {before:.1f} s)':<14}" if before is not None else " " * (figures - 10)
             outcome = row.outcome if room >= width + 10 or not self.console.is_terminal else ""
             yield f"{name:<{min(width, max(room, 11))}} {row.seconds:>7.1f} s{compared}  {outcome}".rstrip()
@@ -294,6 +297,19 @@ class Progress:
         from rich.markup import escape
 
         self.console.print(mark + "".join(escape(part) for part in parts), emoji=False)
+
+
+def turn_of(name: str, before: int) -> str:
+    """What a stage is called among the times of a run in which `before` others of its name came first."""
+    return f"{name} ({before + 1})" if before else name
+
+
+def _turns(rows: Sequence[Timing]) -> Iterator[tuple[str, Timing]]:
+    """Each row with what it is called among the times of a run; nothing for a step, which is not compared."""
+    seen: Counter[str] = Counter()
+    for row in rows:
+        yield turn_of(row.name, seen[row.name]) if row.depth == 0 else "", row
+        seen[row.name] += row.depth == 0
 
 
 def is_live(console: Console) -> bool:

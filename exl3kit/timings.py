@@ -36,7 +36,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each stage, and of all of it; `stages` is by name."""
+    """Seconds of each stage, and of all of it; `stages` is by name, and by `name (2)` for one that came again."""
 
     stages: Mapping[str, float] = field(default_factory=dict)
     wall: float | None = None

@@ -178,6 +178,31 @@ def test_the_summary_holds_each_stage_against_the_last_run_of_the_same(
     assert list(again) == ["image", "first answer"] and max(again.values()) < 6, "the next is compared with this one"
 
 
+def test_a_stage_that_comes_twice_is_held_against_the_same_turn_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a demo with a start per model, when it runs again, then each start has its own seconds beside it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    run = timings.Run("demo", "both")
+    timings.remember(run, timings.Times({"image": 19.3, "first answer": 54.5, "first answer (2)": 73.3}, 150.0))
+    progress, out = plain(run)
+    progress.skip("image", "is there")
+    outlooks = []
+    for _ in range(2):
+        with progress.stage("first answer") as stage:
+            progress.step("first answer", 0.1)
+            outlooks.append(stage.last)
+    progress.skip("image", "is there")
+    progress.summary()
+    assert outlooks == [54.5, 73.3]
+    lasts = [
+        found[1] if (found := re.search(r"last (\S+) s", line)) else "" for line in out.getvalue().splitlines()[-7:]
+    ]
+    assert lasts == ["19.3", "", "54.5", "", "73.3", "", "150.0"]
+    assert list(timings.recall(run).stages) == ["image", "first answer", "first answer (2)", "image (2)"]
+    assert list(progress.seconds) == ["image", "first answer"]
+
+
 def test_a_failed_run_is_nothing_to_be_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     run = timings.Run("up", "demo")
