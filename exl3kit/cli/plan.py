@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -91,7 +90,7 @@ def show(made: Plan) -> None:
     print()
     tell("network of the ranks" + ("" if made.networks else ": from each node's facts at every start"))
     for rank, env in made.networks.items():
-        tell(f"  {rank}: {json.dumps(dict(env), sort_keys=True)}")
+        tell(f"  {rank}: {' '.join(f'{name}={env[name]}' for name in sorted(env)) or 'TCP, nothing to set'}")
     print("\ncommands")
     for command in made.commands:
         print(f"  {command}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -131,6 +132,14 @@ def test_nodes_are_held_against_the_plan_and_their_network_is_shown() -> None:
     nodes["spark2"] = node_facts(Spark(number=2, available_kib=60_000_000))
     full = plan.make(recipe, cli.source_of(recipe), nodes, ["spark1", "spark2"])
     assert [one.fits for one in full.verdicts] == [True, False] and not full.fits
+
+
+def test_the_network_of_each_rank_is_shown_as_what_it_would_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = {f"spark{n}": node_facts(Spark(number=n)) for n in (1, 2)}
+    for name, says in ((GLM, r"[A-Z_]+=.* NCCL_NET=IB( |$)"), ("demo-tp2", "TCP, nothing to set$")):
+        recipe = recipes.load(name)
+        cli.show(plan.make(recipe, cli.source_of(recipe), nodes, ["spark1", "spark2"], "spark1,spark2"))
+        assert re.search(rf"^  rank 1 on spark2: {says}", capsys.readouterr().out, re.MULTILINE), name
 
 
 def test_the_commands_of_a_plan_work_as_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
