@@ -60,7 +60,7 @@ def fields(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report) -> None:
-    """The report: findings by node, as a table for a terminal and as plain lines else; then each rank's network."""
+    """The report: findings by node, a table on a terminal and plain lines else; each rank's network; the verdict."""
     from rich.markup import escape
 
     console = output.console()
@@ -74,6 +74,16 @@ def show(report: Report) -> None:
         for setting in told:
             instead = f", the facts say {setting.instead_of}" if setting.instead_of else ""
             console.print(escape(f"{rank}: {setting.name}={setting.value} ({setting.source}{instead})"))
+    console.print(verdict(report))
+
+
+def verdict(report: Report) -> str:
+    """What all findings come to, in a line."""
+    warned = sum(one.level == "warn" for one in report.findings)
+    warnings = f"{warned} warning{'s' if warned != 1 else ''}" if warned else ""
+    if refused := len(report.refused):
+        return f"refused: {refused} of {len(report.findings)} checks" + (f", {warnings}" if warned else "")
+    return f"nothing is refused, {warnings}" if warned else "nothing speaks against serving"
 
 
 def table(report: Report) -> Sheet:

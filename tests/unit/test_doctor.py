@@ -11,6 +11,7 @@ from spark_nodes import ENGINE, Spark, place
 
 from exl3kit import checks, doctor
 from exl3kit.checks import Finding, Need, Reached, Standing
+from exl3kit.cli import doctor as shown
 from exl3kit.errors import ExitCode, KitError
 
 NEED = Need(
@@ -184,3 +185,19 @@ def test_all_refusals_are_in_one_error() -> None:
                        Finding("b", "GPU", "refuse", "no GPU")])  # fmt: skip
     error = json.dumps(refused.value.as_json())
     assert refused.value.code == ExitCode.PREFLIGHT and "port 1" in error and "node b: GPU: no GPU" in error
+
+
+@pytest.mark.parametrize(
+    ("levels", "says"),
+    [
+        (["ok", "ok"], "nothing speaks against serving"),
+        (["ok", "warn"], "nothing is refused, 1 warning"),
+        (["refuse", "warn", "ok", "warn"], "refused: 1 of 4 checks, 2 warnings"),
+        (["refuse", "refuse"], "refused: 2 of 2 checks"),
+    ],
+)
+def test_the_report_ends_with_what_it_comes_to(
+    levels: list[Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown.show(doctor.Report([Finding("node1", "clock", level, "a thing", "a way out") for level in levels], {}))
+    assert capsys.readouterr().out.splitlines()[-1] == says
