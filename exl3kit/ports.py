@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from exl3kit.deployment import LABEL
 from exl3kit.errors import ExitCode
+from exl3kit.probe import owner_in
 
 if TYPE_CHECKING:
     from exl3kit.nodes import Node
@@ -78,8 +79,7 @@ def deployment_on(node: Node, port: int) -> str | None:
 
 
 def owner_of(node: Node, port: int) -> str | None:
-    """The process that listens, in `ss`'s words, as far as the node's user may see."""
+    """The process that listens, as far as the node's user may see."""
     if node.run(["sh", "-c", "command -v ss"]).returncode != 0:
         return None
-    words = node.run(["ss", "-Hltnp", f"sport = :{port}"]).stdout.split()
-    return words[-1] if words and words[-1].startswith("users:") else None
+    return owner_in(node.run(["ss", "-Hltnp", f"sport = :{port}"]).stdout)

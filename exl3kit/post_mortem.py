@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
     from exl3kit.nodes import Node
 
 FILE = "post-mortem.json"
-MARK = "EXL3-POST-MORTEM "  # begins the line of a log that holds the whole of it
+_WHOLE = re.compile(r"exl3 rank \d+: EXL3-POST-MORTEM ")  # begins the line of a log that holds the whole of it
 
 # $1 is the deployment, $2 the file's name; the text comes on stdin.
 _KEEP = 'd="${XDG_CACHE_HOME:-$HOME/.cache}/exl3kit/deployments/$1" && mkdir -p "$d" && cat > "$d/$2"'
 _READ = 'cat "${XDG_CACHE_HOME:-$HOME/.cache}/exl3kit/deployments/$1"/post-mortem-rank*.json 2>/dev/null'
+
+
+def is_whole(line: str) -> bool:
+    """Whether this line of a rank's log is a whole post-mortem: 10 kB of JSON, for programs."""
+    return _WHOLE.match(line) is not None
 
 
 def of(one: Standing) -> dict[str, Any] | None:

@@ -294,8 +294,14 @@ def _mapped(gid: str) -> str | None:
 
 
 def _listeners(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    for line in lines:  # LISTEN 0 128 0.0.0.0:22 0.0.0.0:* users:(("sshd",pid=30,fd=6))
-        words = line.split()
-        match = re.search(r'\(\("([^"]+)",pid=(\d+)', line)
-        if match and len(words) > 3:
-            yield int(words[3].rpartition(":")[2]), f"{match[1]} (process {match[2]})"
+    for line in lines:
+        words, owner = line.split(), owner_in(line)
+        if owner and len(words) > 3:
+            yield int(words[3].rpartition(":")[2]), owner
+
+
+def owner_in(line: str) -> str | None:
+    """The process in a line of `ss -Hltnp`, as far as it shows one, such as `sshd (process 30)`."""
+    # LISTEN 0 128 0.0.0.0:22 0.0.0.0:* users:(("sshd",pid=30,fd=6))
+    match = re.search(r'\(\("([^"]+)",pid=(\d+)', line)
+    return f"{match[1]} (process {match[2]})" if match else None

@@ -76,7 +76,7 @@ def latest_word(one: Standing) -> str:
         lines = [" ".join(line.split()) for line in containers.tail(one, 3)]
     except (DockerException, RequestException, OSError):
         return ""
-    told = [line for line in lines if line and not line.startswith(post_mortem.MARK)]
+    told = [line for line in lines if line and not post_mortem.is_whole(line)]
     return printable(told[-1], SHOWN) if told else ""
 
 
@@ -157,6 +157,6 @@ def last_words(one: Standing) -> list[str]:
 
     try:
         with containers.answering(one.node):
-            return [line for line in containers.tail(one) if not line.startswith(post_mortem.MARK)]
+            return [line for line in containers.tail(one) if not post_mortem.is_whole(line)]
     except (KitError, APIError) as error:
         return [f"(no log: {error})"]

@@ -249,8 +249,8 @@ def print_line(line: Line, console: Any) -> None:
     from exl3kit.faults import printable
 
     prefix, text = f"rank{line.one.rank}@{line.one.node.name} | ", line.text
-    if text.startswith(post_mortem.MARK):
-        text = f"-- a post-mortem: `kit logs {line.one.deployment} --post-mortem` --"  # 10 kB of JSON in one line
+    if post_mortem.is_whole(text):
+        text = f"-- a post-mortem: `kit logs {line.one.deployment} --post-mortem` --"
     if console.is_terminal:
         console.print(prefix, style=COLOURS[line.one.rank % len(COLOURS)], end="", markup=False)
         print(printable(text, most=100_000), flush=True)  # a terminal must not obey what a log may hold
