@@ -12,8 +12,8 @@ import pytest
 from docker.errors import DockerException
 from rich.console import Console
 
-from exl3kit import post_mortem, proving, timings
 from exl3kit import progress as reporting
+from exl3kit import proving, timings
 from exl3kit.progress import Progress, Stage, clock, megabytes
 from exl3kit.progress_view import View
 
@@ -135,7 +135,7 @@ def test_without_bytes_the_last_time_is_the_outlook() -> None:
     ("log", "said"),
     [
         (b"a line\nLoading shards:  50% | 1/2\rLoading shards: 100% | 2/2\n\n", "Loading shards: 100% | 2/2"),
-        (f"a line\n{post_mortem.MARK} a report\n".encode(), "a line"),
+        (b'a line\nexl3 rank 0: EXL3-POST-MORTEM {"first": {}}\n', "a line"),
         (b"(pid=66) INFO \treserved_cpus=[]\n", "(pid=66) INFO reserved_cpus=[]"),
         (b"\x1b[2Jnot for a terminal", "\\x1b[2Jnot for a terminal"),
         (b"", ""),

@@ -70,9 +70,13 @@ def test_only_listening_ports_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deployment", "fix"), [("demo-tp2", "`kit down demo-tp2` with the same --nodes, or"), (None, "stop that, or")]
+    ("deployment", "owner", "fix"),
+    [
+        ("demo-tp2", "deployment demo-tp2", "`kit down demo-tp2` with the same --nodes, or"),
+        (None, "perl (process 6119)", "stop that, or"),
+    ],
 )
-def test_a_port_of_another_deployment_comes_with_the_command_that_frees_it(deployment: str | None, fix: str) -> None:
+def test_a_port_of_another_comes_with_its_owner_and_what_frees_it(deployment: str | None, owner: str, fix: str) -> None:
     labels = {"io.exl3kit.ports": "8000,28000", "io.exl3kit.deployment": deployment}
     listed = [SimpleNamespace(labels=labels)] if deployment else []
 
@@ -80,14 +84,15 @@ def test_a_port_of_another_deployment_comes_with_the_command_that_frees_it(deplo
         engine = SimpleNamespace(containers=SimpleNamespace(list=lambda **_: listed))
 
         def run(self, argv: list[str]) -> SimpleNamespace:
-            return SimpleNamespace(stdout=PROC if argv[0] == "cat" else "", returncode=0)
+            shown = 'LISTEN 0 5 127.0.0.1:8000 0.0.0.0:* users:(("perl",pid=6119,fd=3))\n'
+            return SimpleNamespace(stdout=PROC if argv[0] == "cat" else shown, returncode=0)
 
         def error(self, what: str, **fields: Any) -> KitError:
             return KitError(what, where="node n0", **fields)
 
     with pytest.raises(KitError, match="port 8000 is in use") as refused:
         ports.require_free(Node(), [9000, 8000], spare="mine")  # type: ignore[arg-type]
-    assert fix in str(refused.value.next_step)
+    assert refused.value.why == f"by {owner}" and fix in str(refused.value.next_step)
     if deployment:
         ports.require_free(Node(), [8000], spare=deployment)  # type: ignore[arg-type]
 
@@ -299,3 +304,14 @@ def test_a_post_mortem_names_who_died_first_and_what_each_rank_said_last() -> No
 def test_later_generations_sort_later() -> None:
     first = serve.new_generation()
     assert first < serve.new_generation()
+
+
+def test_logs_name_a_post_mortem_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """Given the lines of a supervisor, then the one with 10 kB of JSON is the command that shows it to people."""
+    one = SimpleNamespace(rank=1, node=SimpleNamespace(name="n0"), deployment="demo")
+    for text in ('exl3 rank 1: EXL3-POST-MORTEM {"first": {}}', "exl3 rank 1: waits for rank 0"):
+        watch.print_line(logs.Line("", one, text), SimpleNamespace(is_terminal=False))  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [
+        "rank1@n0 | -- a post-mortem: `kit logs demo --post-mortem` --",
+        "rank1@n0 | exl3 rank 1: waits for rank 0",
+    ]
