@@ -52,12 +52,17 @@ class Cluster(BaseModel):
     nodes: Annotated[list[Host], Field(min_length=1, max_length=64)]
 
 
+def is_file(named: str) -> bool:
+    """Whether `--nodes` names a cluster file, whose nodes' names are no ssh names."""
+    return named.endswith(_FILE_ENDINGS)
+
+
 def hosts(named: str) -> list[Host]:
     """The hosts of `--nodes`: a cluster file's (by its ending `.yaml`), or comma-separated ssh names and `local`.
 
     Raises `KitError` for a name that cannot be one, a name given twice, and a file that is not a cluster file.
     """
-    if named.endswith(_FILE_ENDINGS):
+    if is_file(named):
         return _unique(_read(Path(named)).nodes, where=named)
     names = [name.strip() for name in named.split(",")]
     return _unique([_host(name, named) for name in names], where=f"--nodes {named}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from exl3kit import containers, deploy_lock, post_mortem
+from exl3kit import cluster, containers, deploy_lock, post_mortem
 from exl3kit.errors import ExitCode, KitError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Down:
         why = "; ".join(
             f"{name}: {error.what}" + (f", {error.why}" if error.why else "") for name, error in self.left.items()
         )
-        rest = ",".join(self.left)
+        rest = named if cluster.is_file(named) else ",".join(self.left)
         return KitError(
             what,
             where=f"--nodes {named}",

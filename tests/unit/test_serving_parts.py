@@ -200,11 +200,13 @@ def test_status_of_a_silent_node_says_what_to_do() -> None:
 
 def test_down_with_a_node_gone_names_what_may_run_there_and_how_to_finish() -> None:
     gone = KitError("the node does not answer", where="node spark2", why="no route", code=ExitCode.UNREACHABLE)
-    failure = takedown.Down("demo-tp2", ["exl3kit-demo-tp2-rank0"], {"spark2": gone}, [1]).failure("spark1,spark2")
+    down = takedown.Down("demo-tp2", ["exl3kit-demo-tp2-rank0"], {"spark2": gone}, [1])
+    failure = down.failure("spark1,spark2")
     assert failure is not None and failure.code == ExitCode.UNREACHABLE
     assert "demo-tp2 may still run on spark2 (rank 1 of it)" in str(failure)
     assert "the node does not answer, no route" in str(failure)
     assert "`kit down demo-tp2 --nodes spark2`" in str(failure)
+    assert "`kit down demo-tp2 --nodes my/two.yaml`" in str(down.failure("my/two.yaml")), "spark2 may be no ssh name"
     assert takedown.Down("demo-tp2", [], {}, []).failure("spark1") is None
 
 
