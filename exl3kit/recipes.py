@@ -128,6 +128,16 @@ def _nearest(ref: str) -> str:
     return f"did you mean {near}?" if near else f"shipped recipes: {', '.join(names)}; a path needs a slash or .yaml"
 
 
+def _nearest_file(path: Path) -> str:
+    """What was meant by a path at which there is nothing: a file beside it, or a shipped recipe."""
+    beside = {one.stem: one.name for one in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
+    if near := did_you_mean(path.stem, [*(one.stem for one in shipped()), *beside]):
+        return f"did you mean {beside.get(near, near)}?"
+    return (
+        f"nothing of that name is in {printable(str(path.parent.absolute()))}; `kit recipe list` has those of the kit"
+    )
+
+
 def _named(ref: str, directory: Path) -> Path | str:
     """The file that `ref` names from `directory`, or a sentence why there is none."""
     if "\0" in ref or not ref.strip():
@@ -153,7 +163,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return _read(path)
     except FileNotFoundError:
-        raise KitError("there is no such recipe", where=source, next_step=_nearest(str(path))) from None
+        raise KitError("there is no such recipe", where=source, next_step=_nearest_file(path)) from None
     except IsADirectoryError:
         raise KitError("expected a recipe, found a directory", where=source, next_step="name a .yaml file") from None
     except TimeoutError:

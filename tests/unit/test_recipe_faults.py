@@ -438,8 +438,16 @@ def test_a_source_without_end_is_cut() -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """Given a missing file, a directory, a bare wrong name and a NUL, then each is one sentence with a way out."""
+    (tmp_path / "mine-tp2.yaml").write_text(GOOD)
     for ref, said, way_out in [
         (str(tmp_path / "demo-tp3.yaml"), "there is no such recipe", "did you mean demo-tp2?"),
+        (str(tmp_path / "mine-pt2.yml"), "there is no such recipe", "did you mean mine-tp2.yaml?"),
+        (
+            str(tmp_path / "zzzzzz.yaml"),
+            "there is no such recipe",
+            f"nothing of that name is in {tmp_path}; `kit recipe",
+        ),
+        (str(tmp_path / "no" / "zzzzzz.yaml"), "there is no such recipe", f"{tmp_path}/no; `kit recipe list` has"),
         (str(tmp_path) + "/", "expected a recipe, found a directory", "name a .yaml file"),
         ("dmeo", "no shipped recipe is called 'dmeo'", "did you mean demo?"),
         ("zzzzzz", "no shipped recipe is called 'zzzzzz'", "shipped recipes: demo, demo-moe"),
