@@ -282,11 +282,12 @@ def disk(place: Place, need: Need) -> Iterator[Finding]:
         what = {"engine": f"engine ({place.probe.engine.folder})", "cache": f"weights ({place.probe.cache})"}[kind]
         says = f"{what}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if free < max(FREE_SHARE * total, FREE_BYTES):
-            fix = (
-                "`docker system prune` there"
-                if kind == "engine"
-                else f"remove old folders of {place.probe.cache}/weights"
-            )
+            if total < FREE_BYTES:
+                fix = "put it on a larger disk: this one would be too small when empty"
+            elif kind == "engine":
+                fix = "`docker system prune` there"
+            else:
+                fix = f"remove old folders of {place.probe.cache}/weights"
             yield place.find("disk", "warn", says, fix)
         else:
             yield place.find("disk", "ok", says)

@@ -53,6 +53,7 @@ class Spark:
     name_resolves_to: str = "127.0.1.1"
     listeners: tuple[tuple[int, str], ...] = ()  # port, program
     free_bytes: int = 2_000_000_000_000
+    disk_bytes: int = 4_000_000_000_000
     engine: Engine = ENGINE
 
     @property
@@ -127,7 +128,7 @@ def _tools(folder: Path, spark: Spark) -> None:
         "ip": "cat <<'END'\n" + "\n".join(lines) + "\nEND",
         "ss": "cat <<'END'\n" + "\n".join(sockets) + "\nEND",
         "getent": f"echo '{spark.name_resolves_to} STREAM spark'",
-        "df": f"echo header; echo '/dev/nvme0n1p2 4000000000000 1 {spark.free_bytes} 1% /'",
+        "df": f"echo header; echo '/dev/nvme0n1p2 {spark.disk_bytes} 1 {spark.free_bytes} 1% /'",
     }
     if spark.gpu:
         programs["nvidia-smi"] = smi.partition("\n")[2].replace(

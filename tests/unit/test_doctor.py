@@ -69,6 +69,7 @@ def test_nothing_speaks_against_a_spark_as_it_should_be() -> None:
         ({"swap_kib": 16_000_000}, "memory", "warn", "swap is on", "swapoff"),
         ({"earlyoom": False}, "memory", "warn", "locks up", "earlyoom"),
         ({"free_bytes": 4_000_000_000}, "disk", "warn", "4.0 of 4000.0 GB free", "prune"),
+        ({"disk_bytes": 2_700_000_000, "free_bytes": 2_600_000_000}, "disk", "warn", "of 2.7 GB free", "a larger disk"),
     ],
 )  # fmt: skip
 def test_each_fault_of_a_node_is_named_with_its_fix(
