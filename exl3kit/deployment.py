@@ -267,8 +267,7 @@ def vllm_argv(recipe: Recipe, rank: int, *, master: str, listen: str) -> list[st
         argv += ["--master-addr", master, "--master-port", str(rendezvous_port(recipe))]
     argv += engine_options(recipe)
     argv += ["--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", ",".join(ASKED_BY_THE_KIT)]
-    # With 0, its default, vLLM kills its own processes when it ends, and their deaths look like the kernel's doing.
-    argv += ["--shutdown-timeout", str(DRAIN_S), *serve.args]
+    argv += serve.args
     return argv + (["--host", listen, "--port", str(serve.port)] if rank == 0 else ["--headless"])
 
 

@@ -57,7 +57,7 @@ REASONS = {
     "--prefill-context-parallel-size": "it multiplies the ranks, and the kit starts tensor x pipeline of them",
     "--quantization": _QUANTISED,
     "--quantization-config": _QUANTISED,
-    "--shutdown-timeout": "the kit sets it: requests in flight have 20 s of the engine's 30",
+    "--shutdown-timeout": "requests in flight are answered before vLLM is told to stop; they have 20 s",
     "--skip-tokenizer-init": "the kit's probe is text, and needs the tokenizer",
     "--ssl-certfile": _PROBE + "; put a proxy in front of it",
     "--ssl-keyfile": _PROBE + "; put a proxy in front of it",

@@ -13,6 +13,8 @@ from exl3_vllm.rank_settings import EXIT_SERVING, EXIT_VERIFICATION
 MAIN = ("API server", "launcher")  # the supervisor's own child, on the head and on the others
 EXIT_CODE_SAID = re.compile(r"exit code:? (-?\d+)")
 
+STOP_SAID = "[shutdown] API server: shutdown triggered"  # by a signal, never by the end of another process
+
 
 def exit_words(status: int) -> tuple[int | None, str | None]:
     """Exit code or name of the signal, of a wait status."""
@@ -28,6 +30,11 @@ def said_exit_code(lines: Iterable[str]) -> tuple[int | None, str | None]:
             code = int(found[1])
             return (code, None) if code >= 0 else (None, signal.Signals(-code).name)
     return None, None
+
+
+def began_to_stop(lines: Iterable[str]) -> bool:
+    """Whether vLLM's server said that it ends: it then kills its engine, whose end tells nothing."""
+    return any(STOP_SAID in line for line in lines)
 
 
 def exit_code(death: Mapping[str, Any]) -> int:

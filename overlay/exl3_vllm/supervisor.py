@@ -260,7 +260,6 @@ class Supervisor:
             time.sleep(0.02)
             vllm.reap()
         process, status = vllm.tree.culprit(vllm.status)
-        stopping = vllm.tree.main_that_stops()
         refusal = refusals.read(self.settings.run_dir)
         if refusal is not None:
             self.end("unfit", process, refusal, now)
@@ -268,10 +267,11 @@ class Supervisor:
         code, number = exits.exit_words(status) if status is not None else exits.said_exit_code(vllm.lines)
         how = f"signal {number}" if number else f"status {code}" if code is not None else "an unknown status"
         sentence = f"{process} ended by itself with {how}"
-        if stopping is not None:
-            sentence = f"{stopping} stops by itself: {sentence}"
-            process = stopping
-        if code == 0:
+        if self.head and exits.began_to_stop(vllm.lines):
+            code = number = None  # its child's
+            sentence = f"API server was told to stop, not by its supervisor; {process} ended with {how}"
+            process = "API server"
+        elif code == 0:
             sentence += "; a server that nobody stopped has failed (did a peer die?)"
         kills = watch.memory()["oom_kills"]
         oom = kills is not None and kills > (self.kills_before or 0)

@@ -148,11 +148,6 @@ class Tree:
                 self.note_end(pid)
         return bool(self.ended)
 
-    def main_that_stops(self) -> str | None:
-        """The main process by name, when it lives and all that has ended did so without an error: it told them to."""
-        clean = all(status == 0 for status in self.ended.values())
-        return self.named[self.main][0] if clean and self.main not in self.ended else None
-
     def culprit(self, main_status: int | None) -> tuple[str, int | None]:
         """Which end brought the others: its process and wait status.
 

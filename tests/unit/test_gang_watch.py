@@ -56,24 +56,6 @@ def test_who_took_the_others_with_it(ended: list[tuple[int, int | None]], main_s
     assert tree.culprit(main_status)[0] == culprit
 
 
-@pytest.mark.parametrize(
-    ("ended", "stops"),
-    [
-        ({2: FINE}, "API server"),  # it was told to stop, tells the core first, and ends a second later
-        ({2: FINE, 3: FINE}, "API server"),
-        ({2: FAILED}, None),
-        ({2: FINE, 3: KILLED}, None),
-        ({2: None}, None),
-        ({1: FINE, 2: FINE}, None),
-    ],
-)
-def test_a_server_that_has_begun_to_stop_is_known(ended: dict[int, int | None], stops: str | None) -> None:
-    tree = watch.Tree(main=1, head=True)
-    tree.named = {1: ("API server", 0), 2: ("engine core", 0), 3: ("worker", 0)}
-    tree.ended = ended
-    assert tree.main_that_stops() == stops
-
-
 def test_a_stopped_process_is_found_in_a_real_tree() -> None:
     child = subprocess.Popen(["sleep", "600"])
     tree = watch.Tree(main=child.pid, head=False)

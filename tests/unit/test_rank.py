@@ -267,6 +267,16 @@ def test_vllms_head_is_started_behind_the_gate_and_with_a_key_behind_the_guard(
     assert f"{gated}\n" in rank(environ, *argv)[1]
 
 
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "os.kill(os.getpid(), 9)"])
+def test_a_server_that_somebody_told_to_stop_is_named_for_it(environ: dict[str, str], end: str) -> None:
+    """Whatever ends then: vLLM kills its engine itself."""
+    said = "(APIServer pid=9) INFO [launcher.py:1] [shutdown] API server: shutdown triggered"
+    code, _, err = rank(environ, *python(f"import os; print({said!r}, flush=True); {end}"))
+    report = json.loads((Path(environ["EXL3_STATE_DIR"]) / "post-mortem.json").read_text())
+    assert (code, report["first"]["process"], report["first"]["kind"]) == (1, "API server", "exit")
+    assert "API server was told to stop, not by its supervisor" in err
+
+
 ANSWERING = """if True:  # a server with one request inside, which it answers for as long as it was told
     import os, pathlib, signal, sys, time
     from exl3_vllm import api_gate

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from exl3_vllm import api_gate, api_guard
+from exl3_vllm import api_gate, api_guard, exits
+from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -52,3 +54,7 @@ def test_behind_the_closed_gate_the_real_server_answers_nothing(
     api_gate.close_gate(tmp_path)
     assert {path for path, status in statuses(app, {}).items() if status != 503} <= {"/metrics"}
     assert not api_gate.holds(tmp_path, api_gate.INSIDE)
+
+
+def test_the_words_by_which_a_server_is_known_to_stop_are_vllms() -> None:
+    assert f'"{exits.STOP_SAID}"' in inspect.getsource(launcher)
