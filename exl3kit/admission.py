@@ -57,7 +57,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank takes, in bytes. `kv` is one request of the longest length; `kv_token` one token more of it."""
+    """What one rank takes, in bytes. `kv` is one request of the longest length; `kv_token` one token more of it.
+
+    `kv_named`: the KV cache that the recipe names (`serve.kv_cache_memory`), 0 when it leaves vLLM what is left.
+    """
 
     weights: int
     kv: int
@@ -67,6 +70,12 @@ class RankPlan:
     graphs: int
     context: int
     max_model_len: int
+    kv_named: int = 0
+
+    @property
+    def kv_cache(self) -> int:
+        """What vLLM is given, at least: one request, or more where the recipe says so."""
+        return max(self.kv, self.kv_named)
 
     @property
     def fixed(self) -> int:
@@ -74,7 +83,7 @@ class RankPlan:
         return self.weights + self.activation + self.scratch + self.graphs + self.context
 
     def as_fields(self) -> dict[str, int]:
-        return {**self.__dict__, "total": self.fixed + self.kv}
+        return {**self.__dict__, "kv_cache": self.kv_cache, "total": self.fixed + self.kv_cache}
 
 
 def rank_plan(recipe: Recipe, sizes: Sizes, config: Mapping[str, Any]) -> RankPlan:
@@ -101,6 +110,7 @@ def rank_plan(recipe: Recipe, sizes: Sizes, config: Mapping[str, Any]) -> RankPl
         graphs=0 if on_cpu or serve.enforce_eager else GRAPHS,
         context=PROCESS if on_cpu else CONTEXT_GPU,
         max_model_len=length,
+        kv_named=serve.kv_cache_memory or 0,
     )
 
 
@@ -296,13 +306,12 @@ def _admit_fixed(kv: int, plan: RankPlan, room: Room, budget: int) -> Verdict:
     longest = _longest(plan.fixed + kv, plan)
     free = f"{gib(budget)} are free for it on {room.node}"
     if kv < plan.kv:
-        one = f"one request of {plan.max_model_len} tokens"
-        says = f"kv_cache_memory of {gib(kv)} is less than the {gib(plan.kv)} of {one}"
+        says = f"kv_cache_memory is {gib(kv)}, and {one_request(plan)}"
         fix = f"`--set serve.max_model_len={longest}`" if longest else "a larger serve.kv_cache_memory"
         return Verdict(room.node, False, says, fix, None, longest)
     if plan.fixed + kv <= budget:
-        return Verdict(room.node, True, f"{describe(plan)}, KV cache {gib(kv)}; {free}", None, None, longest)
-    says = f"{describe(plan)} and a KV cache of {gib(kv)} are {gib(plan.fixed + kv)} per rank, and {free}"
+        return Verdict(room.node, True, f"{describe(plan)}; {free}", None, None, longest)
+    says = f"{describe(plan)}, {gib(plan.fixed + kv)} in all per rank, and {free}"
     largest = (budget - plan.fixed) // MIB
     fits = largest * MIB >= plan.kv
     fix = f"`--set serve.kv_cache_memory={largest}MiB`" if fits else _smaller(plan)
@@ -326,9 +335,14 @@ def _smaller(plan: RankPlan) -> str:
 
 def describe(plan: RankPlan) -> str:
     """The parts of a plan in words."""
-    parts = {"weights": plan.weights, "KV": plan.kv, "activation": plan.activation, "scratch": plan.scratch,
-             "graphs": plan.graphs, "context": plan.context}  # fmt: skip
-    return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    parts = {"weights": plan.weights, "KV cache": plan.kv_cache, "activation": plan.activation,
+             "scratch": plan.scratch, "graphs": plan.graphs, "context": plan.context}  # fmt: skip
+    needs = {"KV cache": f" ({one_request(plan)})"} if plan.kv_cache > plan.kv else {}
+    return ", ".join(f"{name} {gib(size)}{needs.get(name, '')}" for name, size in parts.items() if size)
+
+
+def one_request(plan: RankPlan) -> str:
+    return f"one request of {plan.max_model_len} tokens needs {gib(plan.kv)}"
 
 
 def gib(size: int) -> str:

@@ -212,13 +212,14 @@ def table(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.source.moe_layer:
         rows.append(("  one MoE layer", gib(plan.source.moe_layer), "packed weights alone"))
     million = f"{rank.kv_token} bytes a token, {gib(rank.kv_token * MILLION)} for 1M tokens"
-    rows.append(("KV cache", gib(rank.kv), f"one request of {rank.max_model_len} tokens; {million}"))
+    named = "serve.kv_cache_memory; " if rank.kv_cache > rank.kv else ""
+    rows.append(("KV cache", gib(rank.kv_cache), f"{named}{admission.one_request(rank)}; {million}"))
     batched = recipe.serve.max_num_batched_tokens or admission.BATCHED_TOKENS
     rows += [
         ("activation", gib(rank.activation), f"estimate for {batched} rows (MNBT)"),
         ("scratch", gib(rank.scratch), "of the EXL3 kernels"),
         ("graphs", gib(rank.graphs), "estimate" if rank.graphs else "none"),
         ("context", gib(rank.context), "estimate: CUDA, NCCL, cuBLAS" if not recipe.image.on_cpu else "the process"),
-        ("in all", gib(rank.fixed + rank.kv), f"on each of {recipe.parallel.world} ranks"),
+        ("in all", gib(rank.fixed + rank.kv_cache), f"on each of {recipe.parallel.world} ranks"),
     ]
     return rows

@@ -136,6 +136,19 @@ def test_nodes_are_held_against_the_plan_and_their_network_is_shown() -> None:
     assert [one.fits for one in full.verdicts] == [True, False] and not full.fits
 
 
+def test_the_kv_cache_is_what_vllm_is_given_and_the_need_of_one_request_is_said_beside_it() -> None:
+    """Given a recipe that names more than one request needs, then rows, sum and verdict are of what it names."""
+    recipe = recipes.load("demo-tp2", ["serve.kv_cache_memory=64MiB"])
+    made = plan.make(recipe, cli.source_of(recipe), {"a": node_facts(Spark())}, ["a", "a"])
+    rank, rows = made.rank, {what: (size, why) for what, size, why in plan.table(made)}
+    need = f"one request of {rank.max_model_len} tokens needs {admission.gib(rank.kv)}"
+    assert rank.kv < 64 * admission.MIB and rank.as_fields()["total"] == rank.fixed + 64 * admission.MIB
+    assert rows["KV cache"][0] == "64.0 MiB" and rows["KV cache"][1].startswith(f"serve.kv_cache_memory; {need}; ")
+    assert rows["in all"][0] == admission.gib(rank.fixed + 64 * admission.MIB)
+    assert f", KV cache 64.0 MiB ({need}), " in made.verdicts[0].says and "KV 0" not in made.verdicts[0].says
+    assert replace(rank, kv_named=1).kv_cache == rank.kv, "less than one request would be refused"
+
+
 def test_two_names_of_one_machine_share_its_memory_in_a_plan_as_in_doctor() -> None:
     """Given two nodes on one machine, then `kit plan` gives each rank half of what is free there, as doctor does."""
     recipe = recipes.load("demo-tp2")
