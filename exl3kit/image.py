@@ -44,6 +44,7 @@ MACHINES = {"x86_64": "linux/amd64", "amd64": "linux/amd64", "aarch64": "linux/a
 # Unpacked wheels are 4.5 times their size, and a build holds them twice (installing, and copied) beside the context.
 ROOM_PER_WHEEL_BYTE = 12
 ROOM_FOR_THE_REST = 500_000_000
+WHEELS_AT_LEAST = 400_000_000  # bytes that wheels have where all of vLLM comes from them; the demo's are 458 MB
 
 
 def ensure(
@@ -106,12 +107,15 @@ def build(recipe: Recipe, lock: Lock, node: Node, *, progress: Progress, cache: 
         return there
     pinned = pins.load(recipe.image).with_digest_of(recipe.image)
     check_platform(node, pinned.platform)
-    if (environment := _find_environment(node, lock, pinned)) is None or not cache:
+    wanted = kernel_image.Stage(lock, pinned.platform, pinned.platform) if lock.data["arch"] else None
+    environment = _find_environment(node, lock, pinned) if cache else None
+    if environment is None:
+        _check_room(node, room_foreseen(pinned))
+    if wanted is not None:
+        kernel_image.check_room(wanted, node, cache=cache)
+    if environment is None:
         environment = _build_environment(lock, pinned, node, progress, cache)
-    kernels = None
-    if lock.data["arch"]:
-        wanted = kernel_image.Stage(lock, pinned.platform, pinned.platform)
-        kernels = kernel_image.ensure(wanted, node, progress, cache=cache)
+    kernels = kernel_image.ensure(wanted, node, progress, cache=cache) if wanted is not None else None
     with progress.stage("image") as stage:
         builders.build(_image_request(lock, environment, kernels, cache), node, stage, progress)
         built = verify(node, lock)
@@ -236,6 +240,15 @@ def _build_environment(lock: Lock, pinned: pins.Pins, node: Node, progress: Prog
     with progress.stage("environment") as stage:
         builders.build(request, node, stage, progress)
     return request.tag
+
+
+def room_foreseen(pinned: pins.Pins) -> int:
+    """Bytes that building the environment needs at least, by what is here before anything is fetched."""
+    house = paths.wheelhouse()
+    named = {wheel.filename for wheel in pinned.wheels}
+    here = sum(file.stat().st_size for file in house.iterdir() if file.name in named)
+    least = WHEELS_AT_LEAST if isinstance(pinned.base, pins.Rootfs) else 0
+    return ROOM_PER_WHEEL_BYTE * max(here, least) + ROOM_FOR_THE_REST
 
 
 def _wheels(pinned: pins.Pins, progress: Progress) -> str:

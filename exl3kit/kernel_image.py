@@ -110,7 +110,7 @@ def ensure(stage: Stage, node: Node, progress: Progress, *, cache: bool = True) 
         return stage.tag
     house = fetch(stage, progress)
     builder = _ensure_builder(stage, node, progress)
-    _check_room(node)
+    check_room(stage, node, cache=cache)
     labels = {KEY: stage.key, symbols.KERNELS_LABEL: f"/{symbols.LIBRARY}", MADE_FROM: builder}
     request = builders.Request(stage.tag, {**stage.args, "BUILDER": builder}, labels, stage.entries(house), cache)
     with progress.stage("kernels") as told:
@@ -130,9 +130,10 @@ def has(node: Node, tag: str, label: str, value: str) -> bool:
         return False
 
 
-def _check_room(node: Node) -> None:
+def check_room(stage: Stage, node: Node, *, cache: bool = True) -> None:
+    """Raise `KitError` (preflight) unless the kernels are on the node, or there is room to compile them."""
     free = node.free_bytes()
-    if free < ROOM:
+    if free < ROOM and not (cache and has(node, stage.tag, KEY, stage.key)):
         raise node.error(
             f"compiling the kernels needs {ROOM / 1e9:.0f} GB and {free / 1e9:.1f} GB are free",
             why="the disk of the engine's data",

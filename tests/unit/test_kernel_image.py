@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from docker.errors import ImageNotFound
 from rich.console import Console
 
 from exl3kit import (
@@ -28,6 +31,7 @@ from exl3kit import (
     wheelhouse,
 )
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.nodes import Node
 from exl3kit.progress import Progress, Stage
 
 CSRC = paths.OVERLAY / "csrc"
@@ -107,6 +111,42 @@ def test_case_7_what_is_fetched_for_a_node_suffices_to_compile_its_kernels_and_t
     assert any(name.startswith("nvidia_cuda_cuobjdump-") and here in name for name in names)
     # and an image without kernels needs none of it
     assert not wheelhouse.of(recipes.load("demo")).kernels
+
+
+def node_with_room(free: int) -> Node:
+    """An engine without any image, whose disk is as full as no disk of a test is."""
+
+    def missing(*_: Any) -> None:
+        raise ImageNotFound("none")  # type: ignore[no-untyped-call]
+
+    def run(argv: list[str], *_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(argv, 0, f"head\n/dev/sda 9 1 {free} 1% /\n", "")
+
+    images = SimpleNamespace(list=lambda **_: [], get=missing)
+    engine = SimpleNamespace(images=images, info=lambda: {"Architecture": "x86_64", "DockerRootDir": "/var/lib/docker"})
+    return Node("n", engine, "unix:///played", "10.0.0.1", False, run, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("free", "environment", "what"),
+    [
+        (5_000_000_000, None, "the build needs 5.3 GB and 5.0 GB are free"),
+        (2_000_000_000, "exl3kit-env:1", "compiling the kernels needs 3 GB and 2.0 GB are free"),
+    ],
+)
+def test_a_disk_without_room_refuses_a_build_before_anything_is_fetched(
+    free: int, environment: str | None, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an empty cache and no network, then the room is refused, and a fetch only where there is room."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(offline.VARIABLE, "1")
+    monkeypatch.setattr(image, "_find_environment", lambda *_: environment)
+    recipe = recipes.load("demo", ["image.platform=linux/amd64"])
+    with pytest.raises(KitError, match=re.escape(what)) as refused:
+        image.build(recipe, gpu_lock(), node_with_room(free), progress=Progress(Console(quiet=True)))
+    assert refused.value.code == ExitCode.PREFLIGHT
+    with pytest.raises(KitError, match="nothing may be fetched"):
+        image.build(recipe, gpu_lock(), node_with_room(10 * free), progress=Progress(Console(quiet=True)))
 
 
 @pytest.mark.full
