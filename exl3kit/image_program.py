@@ -60,7 +60,7 @@ def run(
         try:
             container = engine.containers.create(image, **made)
         except ImageNotFound as error:
-            step = f"kit build RECIPE --nodes {node.name}"
+            step = "`kit build RECIPE` with the same --nodes"
             raise node.error(f"has no image {image}", next_step=step, code=ExitCode.VERIFICATION) from error
         try:
             _start(node, container, gpus)

@@ -271,11 +271,15 @@ def difference(standing: Sequence[Standing], deployment: Deployment) -> str:
 
 
 def strays(standing: Sequence[Standing], named: Sequence[str]) -> list[str]:
-    """A sentence for every node that ranks of a standing deployment were put on and that is not among the named."""
+    """A sentence for every node that ranks of a standing deployment were put on and that is not among the named.
+
+    The names are those of the `--nodes` that it was started with, which may have been a cluster file's or other ssh
+    names: none of them is given as one that ssh knows here.
+    """
     meant = {node for one in standing for node in one.label("nodes").split(",") if node}
     name = standing[0].deployment if standing else ""
     return [
-        f"{name} also has a rank on {node}, which --nodes leaves out: `kit down {name} --nodes {node}`"
+        f"{name} also has a rank on {node}, which --nodes leaves out: `kit down {name}` with --nodes that lead to it"
         for node in sorted(meant - set(named))
     ]
 

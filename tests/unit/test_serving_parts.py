@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from docker.errors import ImageNotFound
 
-from exl3kit import cli, facts, logs, ports, post_mortem, receipts, serve, status, takedown
+from exl3kit import cli, facts, image_program, logs, nodes, ports, post_mortem, receipts, serve, status, takedown
 from exl3kit.cli import watch
 from exl3kit.errors import ExitCode, KitError
 from exl3kit.probe import Engine
@@ -196,6 +197,24 @@ def test_status_of_a_silent_node_says_what_to_do() -> None:
 
 
 # What may be left after `down` ----------------------------------------------------------------------------------------
+
+
+def test_a_node_of_a_cluster_file_is_not_given_as_a_name_that_ssh_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given names that only a cluster file may have, then no command says `--nodes` with one of them."""
+    labels = {"nodes": "node1,node2"}
+    one = SimpleNamespace(deployment="demo-tp2", label=lambda name: labels[name])
+    (told,) = serve.strays([one], ["node1"])  # type: ignore[list-item]
+    assert "has a rank on node2" in told and "`kit down demo-tp2` with --nodes" in told and "--nodes node2" not in told
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise ImageNotFound("none")  # type: ignore[no-untyped-call]
+
+    engine = SimpleNamespace(containers=SimpleNamespace(create=missing))
+    monkeypatch.setattr(nodes.Node, "patient_engine", lambda *_: nullcontext(engine))
+    node = nodes.Node("node2", engine, "unix:///played", "10.0.0.2", False, None, None)  # type: ignore[arg-type]
+    with pytest.raises(KitError, match="has no image exl3kit:1") as refused:
+        image_program.run(node, "exl3kit:1", ["true"])
+    assert refused.value.next_step == "`kit build RECIPE` with the same --nodes"
 
 
 def test_down_with_a_node_gone_names_what_may_run_there_and_how_to_finish() -> None:
