@@ -69,7 +69,7 @@ def run(node: Node, progress: Progress, *, keep: bool) -> Outcome:
     urls: dict[str, str] = {}
     stamp = ""
     for model, (reference, sets) in MODELS.items():
-        progress.tell(f"the {model} model, on two ranks")
+        progress.begin_part(f"the {model} model, on two ranks")
         recipe = on_free_port(recipes.load(reference, sets), node)
         with served(recipe, node, progress, keep=keep) as serving:
             with progress.stage("questions") as stage:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from exl3kit import fabric
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.probe import Probe
@@ -143,9 +144,9 @@ def place(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[str]:
         return [nodes[0].name] * wanted
     if len(nodes) != wanted or len(engines) != len(nodes):
         raise KitError(
-            f"{recipe.name} runs on {wanted} node(s), and --nodes names {', '.join(node.name for node in nodes)}",
+            f"{recipe.name} runs on {counted(wanted, 'node')}; --nodes names {', '.join(node.name for node in nodes)}",
             where="--nodes",
-            next_step=f"name {wanted} different node(s), or one node for all ranks",
+            next_step=f"name {counted(wanted, 'different node')}, or one node for all ranks",
         )
     return [node.name for node in nodes]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl3kit import paths
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.recipe import Image
@@ -93,7 +94,7 @@ class Pins:
         if missing:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise KitError(
-                f"{len(missing)} pin(s) are not known yet: {listed}",
+                f"{counted(len(missing), 'pin')} not known yet: {listed}",
                 where=paths.shown(self.path),
                 why="without them two builds of this recipe could differ, so it has no stamp",
                 next_step=f"kit lock --update {recipe}   (needs the network; commit the file it writes)",

@@ -110,9 +110,11 @@ def as_lines(told: Mapping[str, Any]) -> list[str]:
     """A post-mortem for people: who died first and why, then of every rank what it said and its last words."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["written"]))
     first = told["first"]
+    whole = first["process"] == "rank"  # its sentence names it
+    who = f"rank {first['rank']}" + ("" if whole else f", {first['process'] or 'its supervisor'}")
     lines = [
         f"{when}, generation {told['deployment_generation']}, incarnation {told['incarnation']}",
-        f"first: rank {first['rank']}, {first['process'] or 'its supervisor'}: {first['sentence']}",
+        f"first: {who}: {first['sentence']}",
     ]
     for rank, record in sorted(told["records"].items(), key=lambda item: int(item[0])):
         how = record.get("signal") or (None if record.get("exit_code") is None else f"exit code {record['exit_code']}")

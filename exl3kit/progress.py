@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from exl3kit import timings
@@ -117,12 +117,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Timing:
-    """A finished stage as the summary lists it; `depth` 1 is a step inside the stage before it."""
+    """A finished stage as the summary lists it; `depth` 1 is a step inside the stage before it.
+
+    `part`: of the run, where its stages come once for each part; the summary says it above them.
+    """
 
     name: str
     seconds: float
     outcome: str = ""
     depth: int = 0
+    part: str = ""
 
 
 def megabytes(count: int) -> str:
@@ -161,6 +165,7 @@ class Progress:
         self.active: list[Stage] = []
         self._run = run
         self._heartbeat = heartbeat
+        self._part = ""
         self._lock = threading.RLock()
         self._started = time.monotonic()
         self._view: View | None = None
@@ -209,6 +214,11 @@ class Progress:
         """One plain line between the stages."""
         self._print("  ", text)
 
+    def begin_part(self, name: str) -> None:
+        """Say that what follows, until the next part, is of this one; the summary says so above its stages."""
+        self._part = name
+        self.tell(name)
+
     def summary(self) -> None:
         """Seconds per stage and of the last such run, the wall clock last; keeps them for the next one.
 
@@ -228,7 +238,11 @@ class Progress:
         figures = 10 + (15 if self.last.wall is not None else 0)
         width = max(len(row.name) + 2 * row.depth for row in rows)
         room = self.console.width - figures if self.console.is_terminal else width
+        part = ""
         for turn, row in _turns(rows):
+            if row.part and row.part != part:
+                yield f"{row.part}:"
+            part = row.part
             name = "  " * row.depth + row.name
             if len(name) > room:
                 name = f"{name[: max(room - 3, 8)]}..."
@@ -285,7 +299,7 @@ class Progress:
 
     def _record(self, timing: Timing) -> None:
         with self._lock:
-            self.timings.append(timing)
+            self.timings.append(replace(timing, part=self._part))
 
     def _print(self, mark: str, *parts: str) -> None:
         from rich.text import Text

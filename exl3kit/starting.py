@@ -10,6 +10,7 @@ from exl3kit import plan as planning
 from exl3kit import published, recipe_view, recipes
 from exl3kit.cluster import ENGINE_SOCKET, Host
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.deployment import NodeFacts
@@ -49,7 +50,7 @@ def candidate(ref: str, facts: Mapping[str, NodeFacts], names: Sequence[str]) ->
         return Candidate(ref, purpose, None, why)
 
     if recipe.parallel.nodes != len(names):
-        return no(f"it runs on {recipe.parallel.nodes} node(s)")
+        return no(f"it runs on {counted(recipe.parallel.nodes, 'node')}")
     for name in names:
         probe = facts[name].probe
         gpus = probe.gpus if probe else ()

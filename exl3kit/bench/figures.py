@@ -17,6 +17,7 @@ from pathlib import Path
 from exl3kit import paths
 from exl3kit.bench import records, report
 from exl3kit.errors import ExitCode, KitError
+from exl3kit.words import counted
 
 BLOCK = re.compile(r"(<!-- figures: (?P<folder>\S+) -->\n)(?P<body>.*?)(<!-- end of figures -->)", re.DOTALL)
 
@@ -86,7 +87,7 @@ def refusal(found: Sequence[Stale]) -> KitError | None:
         return None
     first = found[0]
     return KitError(
-        f"{len(found)} block(s) of figures are not what their receipts say",
+        f"not what its receipts say: {counted(len(found), 'block')} of figures",
         where=f"{paths.shown(first.file)}:{first.line}",
         why=f"drawn from {first.folder} they read otherwise",
         next_step="`kit bench figures --write`, and look at what changed",

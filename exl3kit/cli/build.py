@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exl3kit.cli import args, output
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.built_image import BuiltImage
@@ -137,7 +138,7 @@ def _show_plan(recipe: Recipe, lock: Lock, changes: list[str] | None, since: str
     console.print(f"tag   {lock.tag}")
     console.print(f"from  {described(lock)}")
     if changes is not None:
-        console.print(f"since {since}: " + ("nothing changed" if not changes else f"{len(changes)} input(s) changed"))
+        console.print(f"since {since}: {counted(len(changes), 'input') if changes else 'nothing'} changed")
         for change in changes:
             console.print(f"  {change}")
 

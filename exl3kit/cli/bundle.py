@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl3kit.cli import args, output, teaching
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.built_image import BuiltImage
@@ -155,7 +156,7 @@ def load(
             with open_nodes(nodes) as opened:
                 bundle.load_images(found, opened, progress)
         elif found.images:
-            progress.tell(f"{len(found.images)} image(s) stay in the bundle: name --nodes to load them")
+            progress.tell(f"in the bundle for now: {counted(len(found.images), 'image')}; name --nodes to load them")
     if found.of("kit"):
         progress.tell(f"the kit without a network: PIP_NO_INDEX=1 PIP_FIND_LINKS={paths.cache_dir('kit')} ./kit.py")
     progress.summary()

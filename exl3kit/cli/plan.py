@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl3kit.cli import args, output
+from exl3kit.words import counted
 
 if TYPE_CHECKING:
     from exl3kit.plan import Plan, Source
@@ -94,10 +95,6 @@ def show(made: Plan) -> None:
     print("\ncommands")
     for command in made.commands:
         print(f"  {command}")
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def tell(line: str, hang: int = 4) -> None:

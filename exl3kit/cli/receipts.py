@@ -69,7 +69,7 @@ def show(found: list[dict[str, Any]], faults: list[str], console: Console) -> No
     for fault in faults:
         console.print(f"wrong: {fault}", markup=False, style="red")
     if not faults:
-        console.print(f"{len(found)} rank(s) agree")
+        console.print("the rank agrees with itself" if len(found) == 1 else f"{len(found)} ranks agree")
 
 
 def _short(value: Any) -> str:

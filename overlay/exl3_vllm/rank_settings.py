@@ -109,7 +109,7 @@ def read_peers(text: str, rank: int) -> tuple[tuple[str, int], ...]:
     except ValueError as error:
         raise RankError(f"EXL3_PEERS: {error}", EXIT_USAGE) from error
     if rank >= len(peers):
-        raise RankError(f"EXL3_PEERS names {len(peers)} rank(s), and this is rank {rank}", EXIT_USAGE)
+        raise RankError(f"EXL3_PEERS names ranks 0 to {len(peers) - 1}, and this is rank {rank}", EXIT_USAGE)
     return peers
 
 

@@ -278,7 +278,7 @@ class Progress:
             return f"a request waits for its first token, and nothing has moved for {self.stalled_s(now):.0f} s"
         if not requests:
             return f"the API's counters cannot be read, and have not changed for {self.stalled_s(now):.0f} s"
-        return f"{requests:.0f} request(s) wait, and nothing has moved for {self.stalled_s(now):.0f} s"
+        return f"requests that wait: {requests:.0f}, and nothing has moved for {self.stalled_s(now):.0f} s"
 
     def report(self, now: float) -> dict[str, Any]:
         told: dict[str, Any] = {key: self.sample.get(key) for key in COUNTERS if key != "finished"}

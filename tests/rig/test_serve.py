@@ -176,7 +176,7 @@ def test_receipts_of_both_ranks_agree_and_another_tier_than_the_recipes_is_told(
     found = told(kit(ready, "receipts", "demo-tp2", "--nodes", NODES, "--json"))
     assert found["ok"] and [(one["rank"], one["node"]) for one in found["receipts"]] == [(0, "node1"), (1, "node2")]
     table = kit(ready, "receipts", "demo-tp2", "--nodes", NODES).stdout
-    assert "effective_tier" in table and "2 rank(s) agree" in table
+    assert "effective_tier" in table and "2 ranks agree" in table
     asked = told(kit(ready, "receipts", "demo-tp2", "--nodes", NODES, "--set", "exl3.tier=sorted", "--json"), 5)
     assert [fault.partition(" (")[0] for fault in asked["faults"]] == [
         f"rank {rank} on node{rank + 1} runs the tier legacy" for rank in (0, 1)

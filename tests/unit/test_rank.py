@@ -383,7 +383,7 @@ def test_requests_that_wait_while_nothing_moves_end_the_rank(
     code, _, err = rank({**environ, "EXL3_API": url, "EXL3_STALL_S": "3"}, *python("import time; time.sleep(600)"))
     assert code == 7
     assert time.monotonic() - begun < 30
-    assert re.search(r"1 request\(s\) wait, and nothing has moved for [3-9] s", err)
+    assert re.search(r"requests that wait: 1, and nothing has moved for [3-9] s", err)
 
 
 def test_a_start_that_gives_no_token_has_an_end(environ: dict[str, str]) -> None:
