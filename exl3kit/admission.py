@@ -268,12 +268,6 @@ def room_of(node: str, probe: Probe, ranks: int, *, on_cpu: bool) -> Room:
     return Room(node, memory.total, memory.available, RESERVE_UNIFIED, ranks)
 
 
-def ranks_beside(node: str, placement: Sequence[str], probes: Mapping[str, Probe]) -> int:
-    """How many names of a placement take from a node's memory: two may lead to one machine, and then share it."""
-    machine = probes[node].machine
-    return sum(name in probes and probes[name].machine == machine for name in placement)
-
-
 def admit(recipe: Recipe, plan: RankPlan, room: Room) -> Verdict:
     """Hold a plan against a node."""
     budget = max(0, room.available - room.reserve) // room.ranks

@@ -110,12 +110,13 @@ def memory(
     settled: what stood before has been stopped. Until then its memory is not counted as taken: it makes way.
     """
     plan = admission.rank_plan(recipe, admission.Sizes.of(weights.sizes), weights.config)
-    probes = {one.name: one.probe for one in places}
     found = []
     for one in places:
         if one.name not in placement:
             continue
-        ranks = admission.ranks_beside(one.name, placement, probes) * recipe.parallel.ranks_per_node
+        machine = one.probe.machine  # two names may lead to one machine, and then share its memory
+        sharing = {other.name for other in places if other.probe.machine == machine}
+        ranks = sum(node in sharing for node in placement) * recipe.parallel.ranks_per_node
         room = admission.room_of(one.name, one.probe, ranks, on_cpu=recipe.image.on_cpu)
         if not settled and any(other.deployment == recipe.name and other.running for other in one.standing):
             room = replace(room, available=room.total)

@@ -138,13 +138,10 @@ def rooms(recipe: Recipe, facts: Mapping[str, NodeFacts] | None, placement: Sequ
         found = [one for arch in recipe.image.arch if arch in sold_with for one in NOMINAL.get(arch, ())]
         unified = admission.RESERVE_UNIFIED
         return [Room(name, total, free, unified if "Spark" in name else 0, 1) for name, total, free in found]
-    probes = {name: found.probe for name, found in facts.items() if found.probe is not None}
     return [
-        admission.room_of(
-            node, probes[node], admission.ranks_beside(node, placement, probes) * ranks, on_cpu=recipe.image.on_cpu
-        )
+        admission.room_of(node, probe, placement.count(node) * ranks, on_cpu=recipe.image.on_cpu)
         for node in dict.fromkeys(placement)
-        if node in probes
+        if (probe := facts[node].probe) is not None
     ]
 
 

@@ -7,18 +7,16 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from spark_nodes import Spark, node_facts, place
+from spark_nodes import Spark, node_facts
 
 from exl3kit import (
     admission,
     deployment,
-    doctor,
     manifest,
     paths,
     plan,
@@ -147,17 +145,6 @@ def test_the_kv_cache_is_what_vllm_is_given_and_the_need_of_one_request_is_said_
     assert rows["in all"][0] == admission.gib(rank.fixed + 64 * admission.MIB)
     assert f", KV cache 64.0 MiB ({need}), " in made.verdicts[0].says and "KV 0" not in made.verdicts[0].says
     assert replace(rank, kv_named=1).kv_cache == rank.kv, "less than one request would be refused"
-
-
-def test_two_names_of_one_machine_share_its_memory_in_a_plan_as_in_doctor() -> None:
-    """Given two nodes on one machine, then `kit plan` gives each rank half of what is free there, as doctor does."""
-    recipe = recipes.load("demo-tp2")
-    places = [replace(place(Spark()), name=name) for name in ("a", "b")]
-    made = plan.make(recipe, cli.source_of(recipe), {one.name: node_facts(Spark()) for one in places}, ["a", "b"])
-    half = admission.gib((places[0].probe.memory.available - admission.RESERVE_CPU) // 2)
-    assert [one.says.partition("; ")[2] for one in made.verdicts] == [f"{half} are free for it on {n}" for n in "ab"]
-    told = doctor.memory(recipe, weights.survey(recipe), places, ["a", "b"])
-    assert [one.says for one in told] == [one.says for one in made.verdicts]
 
 
 def test_the_network_of_each_rank_is_shown_as_what_it_would_be_told(capsys: pytest.CaptureFixture[str]) -> None:
